@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Full-parameter fine-tuning of large language models in JAX with the training state on SSD.
+
+The public names are loaded on first use, so that importing the package costs no jax.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from memascend_jax.memory.arena import PinnedArena as PinnedArena
+    from memascend_jax.storage.tensor_store import TensorStore as TensorStore
+    from memascend_jax.storage.tensor_store import TensorSpec as TensorSpec
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "PinnedArena": "memascend_jax.memory.arena",
+    "TensorStore": "memascend_jax.storage.tensor_store",
+    "TensorSpec": "memascend_jax.storage.tensor_store",
+}
+__all__ = ["PinnedArena", "TensorSpec", "TensorStore", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'memascend_jax' has no attribute {name!r}")
+    return getattr(import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
