@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings that contradict each other, and settings this version does not have yet.
+
+Each check returns the keys it is about and a sentence naming them, so that a report can point at the line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from memascend_jax.config.schema import Config
+
+Finding = tuple[tuple[str, ...], str]
+
+#: Values that the configuration knows and this version cannot do. Remove an entry when the part is built.
+UNAVAILABLE: dict[str, frozenset[Any]] = {
+    "model.compute_dtype": frozenset({"float16"}),
+    "optimizer.state_format": frozenset({"split", "split_bf16", "bf16", "int8"}),
+    "offload.placement": frozenset({"host"}),
+    "offload.update": frozenset({"in_backward"}),
+    "run.trace": frozenset({True}),
+}
+
+
+def findings(config: Config) -> Iterator[Finding]:
+    """Yields every contradiction in ``config``: the keys involved, the first to point at, and a sentence."""
+    yield from _unavailable(config)
+    yield from _model_and_data(config)
+    yield from _length(config)
+    yield from _optimizer(config)
+    yield from _offload(config)
+
+
+def _unavailable(config: Config) -> Iterator[Finding]:
+    for key, values in UNAVAILABLE.items():
+        section, name = key.split(".")
+        value = getattr(getattr(config, section), name)
+        if value in values:
+            yield (key,), f"{key}={str(value).lower()} is not available in this version"
+    if config.optimizer.groups:
+        yield ("optimizer.groups",), "optimizer.groups is not available in this version; leave it empty"
+    if config.optimizer.loss_scale is not None:
+        yield (
+            ("optimizer.loss_scale",),
+            "optimizer.loss_scale is not available in this version; use null",
+        )
+    if config.checkpoint.every:
+        yield ("checkpoint.every",), "checkpoint.every is not available in this version; set it to 0"
+
+
+def _model_and_data(config: Config) -> Iterator[Finding]:
+    model, data = config.model, config.data
+    is_random = model.source == "random"
+    if is_random and not model.config:
+        yield (
+            ("model.source", "model.config"),
+            "model.source=random needs the model's shape: set model.config.hidden_size and the other keys",
+        )
+    if model.config and not is_random:
+        yield (
+            ("model.config", "model.source"),
+            f"model.config is only for model.source=random, but model.source is {model.source!r},"
+            " whose shape comes with it; remove model.config",
+        )
+    if is_random and data.source != "random":
+        yield (
+            ("data.source", "model.source"),
+            f"data.source={data.source} needs a tokenizer, which model.source=random has not; use random"
+            " data too",
+        )
+    if data.eval_source is not None and data.source == "random":
+        yield ("data.eval_source", "data.source"), "data.eval_source cannot go with data.source=random"
+    positions = model.config.get("max_position_embeddings")
+    if is_random and isinstance(positions, int) and data.seq_len > positions:
+        yield (
+            ("data.seq_len", "model.config.max_position_embeddings"),
+            f"data.seq_len={data.seq_len} is more than the model's {positions} positions"
+            " (model.config.max_position_embeddings)",
+        )
+
+
+def _length(config: Config) -> Iterator[Finding]:
+    train, data = config.train, config.data
+    if (train.steps is None) == (train.epochs is None):
+        how = "both are" if train.steps is not None else "neither is"
+        yield ("train.epochs", "train.steps"), f"one of train.steps and train.epochs must be set, {how}"
+    if train.steps is not None and config.optimizer.warmup_steps > train.steps:
+        yield (
+            ("optimizer.warmup_steps", "train.steps"),
+            f"optimizer.warmup_steps={config.optimizer.warmup_steps} is more than train.steps={train.steps}",
+        )
+    if train.eval_every and data.eval_source is None and data.eval_fraction == 0:
+        yield (
+            ("train.eval_every", "data.eval_fraction"),
+            "train.eval_every needs held-out data: set data.eval_fraction or data.eval_source",
+        )
+
+
+def _optimizer(config: Config) -> Iterator[Finding]:
+    optimizer, compute = config.optimizer, config.model.compute_dtype
+    if optimizer.loss_scale is not None and compute != "float16":
+        yield (
+            ("optimizer.loss_scale", "model.compute_dtype"),
+            f"optimizer.loss_scale is for model.compute_dtype=float16, which is {compute}",
+        )
+    if compute == "float16" and optimizer.state_format != "fp32":
+        yield (
+            ("optimizer.state_format", "model.compute_dtype"),
+            f"model.compute_dtype=float16 needs optimizer.state_format=fp32, not {optimizer.state_format}",
+        )
+
+
+def _offload(config: Config) -> Iterator[Finding]:
+    offload, optimizer = config.offload, config.optimizer
+    coupled = [
+        key
+        for key, value in (("clip_norm", optimizer.clip_norm), ("loss_scale", optimizer.loss_scale))
+        if value is not None
+    ]
+    if offload.update == "in_backward" and coupled:
+        names = " and ".join(f"optimizer.{key}" for key in coupled)
+        yield (
+            ("offload.update", *(f"optimizer.{key}" for key in coupled)),
+            f"offload.update=in_backward cannot wait for {names}, which need the whole gradient; set them to"
+            " null or use offload.update=exact",
+        )
+    if len(set(offload.store)) != len(offload.store):
+        twice = next(path for path in offload.store if offload.store.count(path) > 1)
+        yield ("offload.store",), f"offload.store names {twice!r} twice; each path is another SSD"

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sections of the configuration: every key, its type, its default and one sentence with its unit.
+
+The defaults are the default recipe (``recipes/smollm2_135m.yaml``), which a test holds equal.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from memascend_jax.config.values import (
+    Count,
+    FreeForm,
+    LossScale,
+    Number,
+    PathList,
+    PathText,
+    PositiveCount,
+    Size,
+    Text,
+)
+
+Positive = Annotated[Number, Field(gt=0)]
+NotNegative = Annotated[Number, Field(ge=0)]
+Decay = Annotated[Number, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, no unknown keys, every field described."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelSection(Section):
+    """Which model is trained and in which precision it computes."""
+
+    source: Text = Field(
+        default="smollm2-135m",
+        description="smollm2-135m (fetched once, 93 MB), a Hugging Face folder, a GGUF file, or random.",
+    )
+    config: FreeForm = Field(
+        default_factory=dict,
+        description="Hugging Face config keys of a random model, as model.config.hidden_size=64;"
+        " only with model.source=random.",
+    )
+    compute_dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
+        default="auto", description="Element type of activations and matrix products; auto: bfloat16."
+    )
+
+
+class DataSection(Section):
+    """What the model learns from."""
+
+    source: Text = Field(
+        default="pydocs",
+        description="pydocs (questions on the installed Python standard library), a JSONL file"
+        ' of {"messages": [...]} or {"text": ...} lines, or random tokens.',
+    )
+    eval_source: Text | None = Field(
+        default=None,
+        description="JSONL file with held-out examples; null: a part of data.source is held out.",
+    )
+    eval_fraction: Annotated[Number, Field(ge=0, lt=1)] = Field(
+        default=0.1,
+        description="Share of data.source that is held out, 0 to 1; unused with data.eval_source.",
+    )
+    eval_sequences: PositiveCount | None = Field(
+        default=16,
+        description="Most sequences of data.seq_len tokens that an evaluation reads; null: all.",
+    )
+    seq_len: Annotated[PositiveCount, Field(ge=2)] = Field(
+        default=256,
+        description="Tokens per sequence; short examples are packed together, each sees only itself.",
+    )
+    too_long: Literal["cut", "drop"] = Field(
+        default="cut",
+        description="What happens to an example of more than data.seq_len tokens, counted either way:"
+        " cut (a chat keeps its beginning, a text is cut into sequences) or drop.",
+    )
+
+
+class TrainSection(Section):
+    """How long and in which portions the model is trained."""
+
+    steps: PositiveCount | None = Field(
+        default=60, description="Optimizer steps of the run; null when train.epochs says how long."
+    )
+    epochs: Positive | None = Field(
+        default=None,
+        description="Passes over the training data, may be a fraction; instead of train.steps.",
+    )
+    micro_batch_size: PositiveCount = Field(
+        default=1, description="Sequences that go through a stage at once."
+    )
+    gradient_accumulation_steps: PositiveCount = Field(
+        default=1, description="Micro-batches per optimizer step."
+    )
+    seed: Annotated[Count, Field(lt=2**32)] = Field(
+        default=0, description="Seed of the data order, of random data and of a random model."
+    )
+    eval_every: Count = Field(
+        default=0,
+        description="Steps between evaluations during the run; 0: never. Before and after it always runs.",
+    )
+    samples: Count = Field(
+        default=1,
+        description="Held-out questions answered by the model before and after training; 0: none.",
+    )
+
+
+class ParameterGroup(Section):
+    """Parameters that are trained differently from the rest."""
+
+    match: Text = Field(description="Regular expression found in the tensor's Hugging Face name.")
+    learning_rate: NotNegative | None = Field(
+        default=None, description="Peak learning rate; null: the run's."
+    )
+    weight_decay: NotNegative | None = Field(default=None, description="Weight decay; null: the run's.")
+
+
+class OptimizerSection(Section):
+    """The optimizer, its schedule and the form its state has on disk."""
+
+    name: Literal["adamw"] = Field(default="adamw", description="The optimizer.")
+    groups: tuple[ParameterGroup, ...] = Field(
+        default=(),
+        description="List of {match, learning_rate, weight_decay}: settings by tensor name, first wins.",
+    )
+    learning_rate: Positive = Field(default=1.5e-4, description="Peak learning rate, per step.")
+    schedule: Literal["cosine", "linear", "constant"] = Field(
+        default="cosine",
+        description="Course of the learning rate after the warm-up; cosine and linear end at 0.",
+    )
+    warmup_steps: Count = Field(default=6, description="Steps over which the learning rate rises from 0.")
+    b1: Decay = Field(default=0.9, description="Decay of the first moment per step.")
+    b2: Decay = Field(default=0.999, description="Decay of the second moment per step.")
+    eps: Positive = Field(default=1e-8, description="Added to the root of the second moment.")
+    weight_decay: NotNegative = Field(
+        default=0.0, description="Decoupled weight decay, multiplied by the learning rate, per step."
+    )
+    clip_norm: Positive | None = Field(
+        default=1.0,
+        description="Largest global norm of the gradient, above which it is scaled down; null: none.",
+    )
+    state_format: Literal["fp32", "split", "split_bf16", "bf16", "int8"] = Field(
+        default="fp32", description="Form of the parameters' masters and moments on disk."
+    )
+    loss_scale: LossScale = Field(
+        default=None, description="Factor on the loss for float16: null (none), dynamic, or a number."
+    )
+
+
+class OffloadSection(Section):
+    """Where the training state lives and what it may use."""
+
+    store: PathList = Field(
+        default=(),
+        description="Paths of the store, one per SSD: files, folders or block devices;"
+        " empty: memascend.store in run.dir.",
+    )
+    host_memory: Size | None = Field(
+        default=None,
+        description="Most memory the whole process may have resident, as 1.2GiB or bytes;"
+        " null: what is available at the start.",
+    )
+    device_memory: Size | None = Field(
+        default=None,
+        description="Most device memory the run may use, as 8GiB or bytes; null: what the device has.",
+    )
+    placement: Literal["plan", "ssd", "host", "memory"] = Field(
+        default="plan",
+        description="Home of the training state: ssd, host (memory caches it), memory (all of it,"
+        " for reference), or plan: chosen by the planner.",
+    )
+    update: Literal["plan", "exact", "in_backward"] = Field(
+        default="plan",
+        description="When the optimizer runs: exact (after the global norm is known), in_backward, or plan.",
+    )
+    durability: Literal["plan", "step", "checkpoint"] = Field(
+        default="plan",
+        description="step: every step survives a crash, for twice the disk space; checkpoint: only"
+        " checkpoints do; plan: step when the disk has room.",
+    )
+    io_backend: Literal["auto", "io_uring", "threads"] = Field(
+        default="auto",
+        description="How the disk is read and written; auto: io_uring where the kernel allows it.",
+    )
+    direct_io: Literal["required", "optional", "off"] = Field(
+        default="required",
+        description="O_DIRECT, without which the page cache grows: required, optional"
+        " (fall back and say so), or off.",
+    )
+
+
+class CheckpointSection(Section):
+    """Copies of the state besides the store."""
+
+    every: Count = Field(default=0, description="Steps between checkpoints in run.dir; 0: none.")
+    keep: PositiveCount = Field(default=2, description="Newest checkpoints that are kept.")
+
+
+class RunSection(Section):
+    """The run itself: its folder, how it goes on, what it leaves."""
+
+    dir: PathText = Field(
+        default="runs/smollm2_135m",
+        description="Folder of the run's files: config, plan, metrics, store, export.",
+    )
+    resume: Literal["auto", "never", "required"] = Field(
+        default="auto",
+        description="Go on with an unfinished run found in run.dir: auto, never, or required.",
+    )
+    allow_changed: bool = Field(
+        default=False,
+        description="Resume although keys that change the training differ from the saved ones.",
+    )
+    deterministic: bool = Field(
+        default=False, description="Ask XLA for results that repeat bit for bit on a GPU."
+    )
+    trace: bool = Field(default=False, description="Write trace.json, a timeline for Perfetto.")
+    export: bool = Field(default=True, description="Write export/, a Hugging Face folder, at the end.")

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fine-tunes a Llama-family model with its training state on SSD.
+
+``python -m memascend_jax.recipes.llama_finetune [--config FILE] [key=value …]``
+
+Here is the command line only: jax is imported when the configuration is known to be right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from memascend_jax.config import describe_keys, load_config, recipe_names
+from memascend_jax.observe.failure import exit_status
+
+PROGRAM = "python -m memascend_jax.recipes.llama_finetune"
+
+_EPILOG = """\
+keys (key=default; later settings win, overrides win over files):
+
+{keys}
+
+exit status: 0 done, 1 run failed, 2 configuration, 3 machine unfit, 4 does not fit, 5 data, 6 storage,
+7 loss or gradient not finite, 75 stopped and can be resumed, 130 interrupted twice
+
+shipped recipes for --config: {recipes}
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns the exit status."""
+    options = build_parser().parse_intermixed_args(arguments)
+
+    def run() -> int:
+        config = load_config(options.config, options.overrides)
+        from memascend_jax.training.run import run as run_training
+
+        return run_training(config)
+
+    return exit_status(run)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Returns the parser; its help describes every key of the configuration."""
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM,
+        description="Full-parameter fine-tuning with parameters, masters and moments on SSD.\n"
+        "Without arguments: SmolLM2-135M-Instruct on questions about the Python standard library.",
+        epilog=_EPILOG.format(keys=describe_keys(), recipes=", ".join(recipe_names()) or "none"),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_config_arguments(parser)
+    return parser
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--config`` and the ``key=value`` overrides that every command with a configuration has."""
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="YAML file, or the name of a shipped recipe; may be given more than once, later files win",
+    )
+    parser.add_argument(
+        "overrides",
+        metavar="key=value",
+        nargs="*",
+        help="one key of the configuration, as train.steps=100 or offload.store=[/mnt/a,/mnt/b]",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
