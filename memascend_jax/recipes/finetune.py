@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A fine-tuning run from its configuration: load, plan, set up, train, save.
+
+Everything that can be checked is checked before the first weight is read.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from memascend_jax.checkpoints.export import export_huggingface
+from memascend_jax.config import Config, to_dict
+from memascend_jax.data.batches import BatchOrder, steps_of_epochs
+from memascend_jax.data.dataset import Dataset
+from memascend_jax.errors import MemascendError, StoppedError
+from memascend_jax.memory.allocator import limit_heap_growth, trim_heap
+from memascend_jax.memory.meter import Meter
+from memascend_jax.observe.metrics import MetricsFile
+from memascend_jax.observe.screen import Screen
+from memascend_jax.recipes.inputs import ModelSource, open_data, open_model
+from memascend_jax.recipes.planning import plan_config
+from memascend_jax.recipes.run_folder import RunFolder
+from memascend_jax.recipes.run_store import find_run, open_store
+from memascend_jax.recipes.run_summary import read_metrics, summarise
+from memascend_jax.recipes.session import Session, build_arena, open_session
+from memascend_jax.training.generate import generate_greedy
+from memascend_jax.training.initialise import initialise_state
+from memascend_jax.training.loop import StepData, Trainer, evaluate
+from memascend_jax.training.plan import RunPlan
+from memascend_jax.training.run_state import RunState
+from memascend_jax.training.stop import StopRequest
+
+_SAMPLE_TOKENS = 48
+#: Held-out sequences whose activations are held at once in an evaluation.
+_EVAL_GROUP_TOKENS = 4096
+
+
+@dataclass(slots=True)
+class Run:
+    """Everything of one run that its verbs pass on."""
+
+    config: Config
+    folder: RunFolder
+    screen: Screen
+    model: ModelSource
+    data: Dataset
+    plan: RunPlan
+    total_steps: int
+    state: RunState
+    resumed: bool
+
+
+def run(config: Config) -> int:
+    """Carries out the run that ``config`` describes and returns the exit status 0.
+
+    Raises:
+        MemascendError: with the exit status of its class; what is committed stays and can be resumed.
+    """
+    limit_heap_growth()
+    with ExitStack() as stack:
+        job = _load(config, stack)
+        if job.state.step >= job.total_steps and job.state.results.get("finished"):
+            job.screen.say(
+                f"the run in {job.folder.path} is complete at step {job.state.step}; nothing to do"
+            )
+            return 0
+        try:
+            with StopRequest() as stop:
+                session, trainer = _set_up(job, stack)
+                _train(job, session, trainer, stop)
+                _save(job, session)
+        except StoppedError as error:
+            job.folder.write_status("stopped", job.state.step, job.total_steps, str(error))
+            raise StoppedError(f"{error}; {_how_to_go_on(job)}") from None
+        except (MemascendError, OSError) as error:
+            job.folder.write_status("failed", job.state.step, job.total_steps, str(error))
+            raise
+        job.folder.write_status("done", job.state.step, job.total_steps)
+    return 0
+
+
+def _how_to_go_on(job: Run) -> str:
+    if job.plan.placement == "memory":
+        return "offload.placement=memory keeps nothing on disk, so it cannot be resumed"
+    return "the same command goes on from there"
+
+
+def _load(config: Config, stack: ExitStack) -> Run:
+    """Reads shapes, tokenizer and data, finds an earlier run, and plans; reads no weights."""
+    screen = stack.enter_context(Screen())
+    found = find_run(config)
+    model = open_model(config)
+    stack.callback(model.close)
+    data = open_data(config, model)
+    tile_elements = found.state.tile_elements if found else None
+    n_examples = len(data.train) + (len(data.held_out) if data.held_out else 0)
+    plan = plan_config(config, model.config, n_examples=n_examples, tile_elements=tile_elements)
+    folder = RunFolder(config)
+    folder.write_plan(plan.to_json())
+    state = found.state if found else RunState(0, to_dict(config), plan.depths.tile_elements)
+    total_steps = _total_steps(config, data)
+    screen.show_plan(plan.rows())
+    screen.show_data(data, model.coder)
+    if found:
+        screen.say(f"going on from step {state.step} of {total_steps} (generation {found.generation})")
+    return Run(config, folder, screen, model, data, plan, total_steps, state, found is not None)
+
+
+def _total_steps(config: Config, data: Dataset) -> int:
+    train = config.train
+    if train.steps is not None:
+        return train.steps
+    assert train.epochs is not None, "the configuration sets one of the two"
+    return steps_of_epochs(
+        train.epochs, len(data.train), train.micro_batch_size * train.gradient_accumulation_steps
+    )
+
+
+def _set_up(job: Run, stack: ExitStack) -> tuple[Session, Trainer]:
+    """Builds the parts, writes the first generation of a new run, and compiles."""
+    import jax
+
+    jax.config.update("jax_compilation_cache_dir", str(job.folder.compile_cache))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    job.folder.write_status("starting", job.state.step, job.total_steps)
+    arena = build_arena(job.plan)
+    stack.callback(arena.close)
+    store = None
+    if job.plan.placement == "ssd":
+        store = stack.enter_context(open_store(job.config, job.plan, arena, resumed=job.resumed))
+        job.screen.say(
+            f"store: {store.io_backend}, {'direct' if store.direct else 'buffered'} I/O {store.io_reason}"
+        )
+    session = stack.enter_context(open_session(job.config, job.plan, arena, store, job.total_steps))
+    meter = stack.enter_context(Meter())
+    metrics = stack.enter_context(MetricsFile(job.folder.metrics, job.state.metrics_bytes))
+    if not job.resumed:
+        with job.screen.progress("reading the model", len(job.plan.layout.tensors)) as advance:
+            initialise_state(job.plan.layout, session.placement, job.model.pieces, lambda name: advance(name))
+        _commit(job, session)
+    trainer = Trainer(
+        session.model,
+        session.train_step,
+        session.placement,
+        session.clock,
+        meter,
+        metrics,
+        planned_host_bytes=job.plan.memory.total_bytes,
+        pinned_bytes=job.plan.arena_bytes,
+    )
+    return session, trainer
+
+
+def _commit(job: Run, session: Session, **results: Any) -> None:
+    job.state = job.state.with_results(**results)
+    session.placement.commit(job.state.encode())
+
+
+def _train(job: Run, session: Session, trainer: Trainer, stop: StopRequest) -> None:
+    """Evaluates, trains to the last step and evaluates again."""
+    if job.state.step == 0 and "eval_loss_before" not in job.state.results:
+        _commit(
+            job, session, eval_loss_before=_held_out_loss(job, session), answers_before=_answers(job, session)
+        )
+    trim_heap()
+    train = job.config.train
+    data = StepData(
+        job.data.train,
+        BatchOrder(len(job.data.train), train.seed),
+        train.gradient_accumulation_steps,
+        train.micro_batch_size,
+    )
+    job.folder.write_status("running", job.state.step, job.total_steps)
+    with job.screen.training(job.total_steps, job.state.step) as on_line:
+        job.state = trainer.train(
+            job.state, data, job.total_steps, stop, on_line, lambda state: _after_step(job, session, state)
+        )
+    _commit(job, session, eval_loss_after=_held_out_loss(job, session), answers_after=_answers(job, session))
+
+
+def _after_step(job: Run, session: Session, state: RunState) -> RunState:
+    job.state = state
+    if state.step == 1:
+        trim_heap()
+    every = job.config.train.eval_every
+    if every and state.step % every == 0 and state.step < job.total_steps:
+        loss = _held_out_loss(job, session)
+        job.screen.say(f"step {state.step}: held-out loss {loss:.4f}")
+        session.clock.lap()
+    return state
+
+
+def _held_out_loss(job: Run, session: Session) -> float | None:
+    if job.data.held_out is None:
+        return None
+    tokens = job.config.train.micro_batch_size * job.config.data.seq_len
+    return evaluate(
+        session.model,
+        job.data.held_out,
+        limit=job.config.data.eval_sequences,
+        batch_size=job.config.train.micro_batch_size,
+        group=max(1, _EVAL_GROUP_TOKENS // tokens),
+    )
+
+
+def _answers(job: Run, session: Session) -> list[str]:
+    questions = job.data.questions[: job.config.train.samples]
+    coder = job.model.coder
+    if not questions or coder is None:
+        return []
+    prompts = [coder.encode_prompt(question.messages).tolist() for question in questions]
+    eos = job.model.config.eos_token_id
+    stop_ids = set(eos) if isinstance(eos, tuple) else {eos}
+    stop_ids.add(coder.eos_id)
+    answers = generate_greedy(session.model, prompts, max_new_tokens=_SAMPLE_TOKENS, stop_ids=stop_ids)
+    return [coder.tokenizer.decode(answer, skip_special_tokens=True).strip() for answer in answers]
+
+
+def _save(job: Run, session: Session) -> None:
+    """Exports the model and writes the summary."""
+    if job.config.run.export:
+        _export(job, session)
+    summary = summarise(job.state, job.plan, read_metrics(job.folder.metrics))
+    job.folder.write_summary(summary)
+    _commit(job, session, finished=True)
+    job.screen.show_summary(summary, _sample_rows(job))
+
+
+def _export(job: Run, session: Session) -> None:
+    checkpoint = job.model.checkpoint
+    layout = job.plan.layout
+    export_huggingface(
+        session.placement.read,
+        layout.tensors,
+        layout.format.param_dtype,
+        job.model.config,
+        checkpoint.export_files() if checkpoint else {},
+        job.folder.export,
+    )
+
+
+def _sample_rows(job: Run) -> list[tuple[str, str, str, str]]:
+    results = job.state.results
+    return [
+        (str(question.messages[-1]["content"]), question.answer, before, after)
+        for question, before, after in zip(
+            job.data.questions,
+            results.get("answers_before", []),
+            results.get("answers_after", []),
+            strict=False,
+        )
+    ]

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a configuration to the plan of its run. jax-free: nothing is loaded, nothing is written."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from memascend_jax.config import Config, store_paths
+from memascend_jax.errors import BudgetError
+from memascend_jax.memory.meter import available_memory_bytes
+from memascend_jax.models.shapes import LlamaConfig
+from memascend_jax.optim.state_format import StateFormat, state_format
+from memascend_jax.recipes.inputs import open_model
+from memascend_jax.training.plan import CHOICES, RunPlan, Workload, plan_run
+from memascend_jax.units import format_bytes
+
+
+def plan_from_config(config: Config) -> RunPlan:
+    """Returns the plan of the run that ``config`` describes; opens the model for its shape only."""
+    model = open_model(config)
+    try:
+        return plan_config(config, model.config, n_examples=0)
+    finally:
+        model.close()
+
+
+def plan_config(
+    config: Config, shape: LlamaConfig, *, n_examples: int, tile_elements: int | None = None
+) -> RunPlan:
+    """Returns the plan for a model of ``shape``.
+
+    Args:
+        n_examples: sequences held in memory.
+        tile_elements: tile size of the store that a resumed run goes on with; None: free.
+
+    Raises:
+        BudgetError: the run does not fit the memory it was given.
+    """
+    choices = [depths for depths in CHOICES if tile_elements in (None, depths.tile_elements)]
+    return plan_run(
+        shape,
+        state_format_of(config),
+        Workload(
+            config.train.micro_batch_size,
+            config.train.gradient_accumulation_steps,
+            config.data.seq_len,
+            n_examples,
+        ),
+        placement="memory" if config.offload.placement == "memory" else "ssd",
+        durability=config.offload.durability,
+        budget_bytes=_budget(config),
+        disk_free_bytes=_disk_free_bytes(store_paths(config)[0]),
+        choices=choices,
+    )
+
+
+def state_format_of(config: Config) -> StateFormat:
+    """Returns the state format; ``model.compute_dtype=auto`` is bfloat16."""
+    compute = config.model.compute_dtype
+    return state_format(config.optimizer.state_format, "bfloat16" if compute == "auto" else compute)
+
+
+def _budget(config: Config) -> int:
+    available = available_memory_bytes()
+    asked = config.offload.host_memory
+    if asked is not None and asked > available:
+        raise BudgetError(
+            f"offload.host_memory is {format_bytes(asked)}, but only {format_bytes(available)} are available on "
+            "this machine or in its memory cgroup; lower it, or free memory"
+        )
+    return available if asked is None else asked
+
+
+def _disk_free_bytes(path: Path) -> int | None:
+    """Free bytes where a new store at ``path`` would go, or None when that is a device or cannot be told."""
+    folder = path.expanduser().absolute()
+    if folder.is_block_device() or folder.exists() and not folder.is_dir():
+        return None
+    while not folder.is_dir():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The store of a run: created with room for everything, or opened again where an earlier run left it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from memascend_jax.config import Config, changed_keys, store_paths
+from memascend_jax.errors import ConfigError, StoreError
+from memascend_jax.memory.arena import PinnedArena
+from memascend_jax.storage.tensor_store import TensorStore, is_store
+from memascend_jax.training.plan import RunPlan
+from memascend_jax.training.run_state import RunState
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A committed run in an existing store."""
+
+    state: RunState
+    generation: int
+
+
+def find_run(config: Config) -> Found | None:
+    """Returns the run that the configured store holds, or None when there is nothing to go on with.
+
+    Raises:
+        StoreError: a store is there but ``run.resume`` forbids to use it, none is there but one is required, or it
+            holds something else.
+        ConfigError: the store's run was started with other settings that change the training.
+    """
+    paths = [str(path) for path in store_paths(config)]
+    exists = any(is_store(path) for path in paths)
+    resume = config.run.resume
+    if config.offload.placement == "memory":
+        return None
+    if not exists:
+        if resume == "required":
+            raise StoreError(f"run.resume=required, but there is no store at {', '.join(paths)}")
+        return None
+    with TensorStore.open(paths, read_only=True) as store:
+        generation, data = store.generation, store.run_state
+    if not data:
+        # Created, but interrupted before its first commit: nothing is lost by starting over.
+        return None
+    if resume == "never":
+        raise StoreError(
+            f"there is a run in the store {', '.join(paths)} and run.resume=never; nothing was changed. Choose "
+            f"another offload.store or run.dir, or remove the run: memascend store wipe {' '.join(paths)}"
+        )
+    found = Found(RunState.decode(data, ", ".join(paths)), generation)
+    _check_unchanged(config, found.state, paths)
+    return found
+
+
+def _check_unchanged(config: Config, state: RunState, paths: list[str]) -> None:
+    changed = changed_keys(state.config, config)
+    if changed and not config.run.allow_changed:
+        raise ConfigError(
+            f"the store {', '.join(paths)} holds a run at step {state.step} that was started with other values of "
+            f"{', '.join(changed)}. Use the same values to go on, run.allow_changed=true to go on with the new ones, "
+            f"another run.dir or offload.store to start anew, or remove the run: memascend store wipe "
+            f"{' '.join(paths)}"
+        )
+
+
+def open_store(config: Config, plan: RunPlan, arena: PinnedArena, *, resumed: bool) -> TensorStore:
+    """Returns the run's store, created with every extent of ``plan`` reserved unless ``resumed``."""
+    paths = [str(path) for path in store_paths(config)]
+    offload = config.offload
+    if resumed:
+        return TensorStore.open(
+            paths, io_backend=offload.io_backend, direct_io=offload.direct_io, arena=arena
+        )
+    for path in paths:
+        Path(path).expanduser().parent.mkdir(parents=True, exist_ok=True)
+    return TensorStore.create(
+        paths,
+        specs=plan.specs,
+        scratch_bytes=plan.scratch_bytes,
+        durability=plan.durability,
+        io_backend=offload.io_backend,
+        direct_io=offload.direct_io,
+        arena=arena,
+        overwrite=any(is_store(path) for path in paths),
+    )

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The figures of a finished run, from its metrics file and its committed results."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from memascend_jax.training.plan import RunPlan
+from memascend_jax.training.run_state import RunState
+
+_SPLIT = (
+    "step_seconds",
+    "ssd_read_wait",
+    "ssd_write_wait",
+    "host_to_device",
+    "compute",
+    "device_to_host",
+    "optimizer",
+    "commit",
+)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Returns the lines of a metrics file."""
+    with path.open(encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+def summarise(state: RunState, plan: RunPlan, lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the contents of ``summary.json``.
+
+    Times and bytes per step are medians over all steps but the first, which compiles; peaks are over the run.
+    """
+    steady = lines[1:] or lines
+    last = lines[-1]
+    split = {name: round(statistics.median(line[name] for line in steady), 6) for name in _SPLIT}
+    seconds = sum(line["step_seconds"] for line in steady)
+    tokens = sum(line["tokens"] for line in steady)
+    results = state.results
+    return {
+        "schema": 1,
+        "parameters": plan.layout.n_parameters,
+        "step": state.step,
+        "tokens": state.tokens,
+        "loss": last["loss"],
+        "learning_rate": last["learning_rate"],
+        "grad_norm": last["grad_norm"],
+        "loss_scale": last["loss_scale"],
+        "skipped_steps": last["skipped_steps"],
+        "eval_loss_before": results.get("eval_loss_before"),
+        "eval_loss_after": results.get("eval_loss_after"),
+        "loss_first": lines[0]["loss"],
+        "loss_last": last["loss"],
+        "step_seconds_median": split["step_seconds"],
+        "tokens_per_second": round(tokens / seconds, 2),
+        **split,
+        "ssd_read_bytes": sum(line["ssd_read_bytes"] for line in lines),
+        "ssd_write_bytes": sum(line["ssd_write_bytes"] for line in lines),
+        "ssd_read_bytes_per_step": round(statistics.median(line["ssd_read_bytes"] for line in steady)),
+        "ssd_write_bytes_per_step": round(statistics.median(line["ssd_write_bytes"] for line in steady)),
+        "planned_ssd_read_bytes_per_step": plan.ssd_read_bytes_per_step,
+        "planned_ssd_write_bytes_per_step": plan.ssd_write_bytes_per_step,
+        "host_rss_bytes": last["host_rss_bytes"],
+        "host_peak_bytes": max(line["host_peak_bytes"] for line in lines),
+        "planned_host_bytes": last["planned_host_bytes"],
+        "pinned_bytes": last["pinned_bytes"],
+        "device_peak_bytes": last["device_peak_bytes"],
+    }

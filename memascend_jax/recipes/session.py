@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of a run, built from its plan and taken down in reverse order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from memascend_jax.config import Config
+from memascend_jax.memory.arena import PinnedArena
+from memascend_jax.memory.pool import SlotPool
+from memascend_jax.models.llama import LlamaStages
+from memascend_jax.observe.step_clock import StepClock
+from memascend_jax.optim.adamw import AdamW
+from memascend_jax.optim.schedules import build_schedule
+from memascend_jax.optim.state_format import itemsize
+from memascend_jax.storage.tensor_store import TensorStore
+from memascend_jax.training.forward_backward import StreamedModel
+from memascend_jax.training.memory_placement import MemoryPlacement
+from memascend_jax.training.placement import Placement
+from memascend_jax.training.plan import RunPlan, spool_slot_bytes
+from memascend_jax.training.ssd_placement import SsdPlacement
+from memascend_jax.training.stage_functions import StageFunctions
+from memascend_jax.training.step import TrainStep
+from memascend_jax.training.update import Updater, decayed_tensors
+from memascend_jax.transfer import make_transfer
+from memascend_jax.units import round_up
+
+_PAGE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What a run trains, evaluates and decodes with."""
+
+    placement: Placement
+    model: StreamedModel
+    train_step: TrainStep
+    clock: StepClock
+    arena: PinnedArena
+
+
+def build_arena(plan: RunPlan) -> PinnedArena:
+    """Returns the arena of exactly the planned slots."""
+    total = sum(round_up(size.nbytes, _PAGE) * size.count for size in plan.size_classes.values())
+    return PinnedArena(total)
+
+
+@contextmanager
+def open_session(
+    config: Config, plan: RunPlan, arena: PinnedArena, store: TensorStore | None, total_steps: int
+) -> Iterator[Session]:
+    """Builds placement, compiled model and optimizer on an arena and a store that the caller owns."""
+    import jax
+
+    with ExitStack() as stack:
+        clock = StepClock()
+        pool = SlotPool(arena, plan.size_classes)
+        transfer = make_transfer(jax.local_devices()[0])
+        placement: Placement
+        if store is None:
+            placement = MemoryPlacement(plan.layout, pool, transfer, clock)
+        else:
+            placement = SsdPlacement(
+                plan.layout,
+                store,
+                pool,
+                transfer,
+                clock,
+                update_depth=plan.depths.update_depth,
+                spool_elements=spool_slot_bytes(plan.layout, plan.depths)
+                // itemsize(plan.layout.format.grad_dtype),
+            )
+        stack.callback(placement.close)
+        model = _build_model(plan, placement, clock)
+        yield Session(
+            placement, model, _build_step(config, plan, model, placement, total_steps), clock, arena
+        )
+
+
+def _build_model(plan: RunPlan, placement: Placement, clock: StepClock) -> StreamedModel:
+    fmt = plan.layout.format
+    stages = LlamaStages(plan.layout.config, fmt.param_dtype)
+    functions = StageFunctions(stages, fmt.grad_dtype)
+    return StreamedModel(
+        plan.layout,
+        functions,
+        placement,
+        clock,
+        capacity=plan.capacity,
+        prefetch_depth=plan.depths.prefetch_depth,
+    )
+
+
+def _build_step(
+    config: Config, plan: RunPlan, model: StreamedModel, placement: Placement, total_steps: int
+) -> TrainStep:
+    optimizer = config.optimizer
+    hyper = AdamW(b1=optimizer.b1, b2=optimizer.b2, eps=optimizer.eps)
+    updater = Updater(plan.layout, placement, hyper, decayed_tensors(plan.layout, optimizer.weight_decay))
+    schedule = build_schedule(
+        optimizer.schedule,
+        optimizer.learning_rate,
+        warmup_steps=optimizer.warmup_steps,
+        total_steps=total_steps,
+    )
+    return TrainStep(model, updater, schedule, optimizer.clip_norm)

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Forward and backward of a step, stage by stage, every micro-batch through a stage before the next stage.
+
+Parameters are read once per step and direction however many micro-batches there are. Only stage inputs are kept;
+a layer's backward recomputes its forward. The gradient of a stage is summed over the micro-batches on the device in
+fp32 and leaves it once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from memascend_jax.data.packing import Microbatch
+from memascend_jax.dtypes import to_dtype
+from memascend_jax.models.shapes import EMBED_NAME, NORM_NAME
+from memascend_jax.observe.step_clock import StepClock
+from memascend_jax.training.batch_rows import BatchRows, collect_rows
+from memascend_jax.training.gradients import RowGradient, StepGradients
+from memascend_jax.training.model_layout import ModelLayout
+from memascend_jax.training.placement import Placement
+from memascend_jax.training.prefetch import Prefetcher
+from memascend_jax.training.stage_functions import Arrays, StageFunctions, zeros
+from memascend_jax.training.stage_schedule import (
+    HEAD,
+    LAYER,
+    NORM,
+    StageKey,
+    forward_sequence,
+    plan_actions,
+    training_sequence,
+)
+
+
+@dataclass(slots=True)
+class DeviceBatch:
+    """One micro-batch on the device."""
+
+    labels: jax.Array
+    weights: jax.Array
+    positions: jax.Array
+    segments: jax.Array
+    inverse: jax.Array
+
+
+class StreamedModel:
+    """The model's forward and backward over a placement."""
+
+    def __init__(
+        self,
+        layout: ModelLayout,
+        functions: StageFunctions,
+        placement: Placement,
+        clock: StepClock,
+        *,
+        capacity: dict[str, int],
+        prefetch_depth: int,
+    ) -> None:
+        self.layout = layout
+        self.functions = functions
+        self.placement = placement
+        self._clock = clock
+        self.param_dtype = to_dtype(layout.format.param_dtype)
+        self._hidden = layout.config.hidden_size
+        self._norm = StageKey(NORM, 0)
+        self.tile_starts = [
+            jax.device_put(np.int32(index * layout.head_rows)) for index in range(layout.n_head_tiles)
+        ]
+        self._training = training_sequence(layout.n_layers, layout.n_head_tiles)
+        self._training_actions = plan_actions(self._training, capacity, prefetch_depth)
+        self._forward = forward_sequence(layout.n_layers, layout.n_head_tiles)
+        self._forward_actions = plan_actions(self._forward, capacity, prefetch_depth)
+
+    def loss_and_gradients(self, micro_batches: Sequence[Microbatch]) -> tuple[float, StepGradients]:
+        """Returns the mean loss over the trained tokens of the step, and its gradients, put away.
+
+        The mean is over all micro-batches together, so that any split into micro-batches agrees.
+        """
+        n_trained = sum(float(micro_batch.weights.sum()) for micro_batch in micro_batches)
+        scale = jax.device_put(np.float32(1.0 / n_trained))
+        rows = collect_rows(micro_batches, self.layout.config.vocab_size)
+        gradients = StepGradients(self.placement)
+        with Prefetcher(self.placement, self._training, self._training_actions) as stages:
+            batches, xs = self._embed(micro_batches, rows)
+            inputs: list[list[jax.Array]] = []
+            for index in range(self.layout.n_layers):
+                inputs.append(xs)
+                xs = self._layer_forward(stages, index, batches, xs)
+            losses, xs, table_rows = self._head_backward(stages, batches, xs, rows, scale, gradients)
+            pending: tuple[int, Arrays, jax.Array] | None = None
+            for index in reversed(range(self.layout.n_layers)):
+                xs, rounded, norms = self._layer_backward(stages, index, batches, inputs.pop(), xs)
+                # The layer above is put away while this one computes.
+                if pending is not None:
+                    self._put_layer(gradients, *pending)
+                pending = (index, rounded, norms)
+            if pending is not None:
+                self._put_layer(gradients, *pending)
+            self._embed_backward(batches, xs, rows, table_rows, gradients)
+        return sum(float(loss) for loss in losses) / n_trained, gradients
+
+    def evaluate(self, micro_batches: Sequence[Microbatch]) -> tuple[float, float]:
+        """Returns the summed loss over the trained tokens of ``micro_batches`` and their count, in one pass."""
+        rows = collect_rows(micro_batches, self.layout.config.vocab_size)
+        with Prefetcher(self.placement, self._forward, self._forward_actions) as stages:
+            batches, xs = self._embed(micro_batches, rows)
+            for index in range(self.layout.n_layers):
+                xs = self._layer_forward(stages, index, batches, xs)
+            xs = self._head_norm(stages, xs)
+            carries = self._logsumexp(stages, batches, xs)
+            losses = [
+                self.functions.head_loss(carry, batch.weights)
+                for carry, batch in zip(carries, batches, strict=True)
+            ]
+            total = sum(float(loss) for loss in losses)
+        return total, sum(float(micro_batch.weights.sum()) for micro_batch in micro_batches)
+
+    def forward_stages(self) -> Prefetcher:
+        """Returns a prefetcher over one forward pass, for callers that run the stages themselves."""
+        return Prefetcher(self.placement, self._forward, self._forward_actions)
+
+    def _embed(
+        self, micro_batches: Sequence[Microbatch], rows: BatchRows
+    ) -> tuple[list[DeviceBatch], list[jax.Array]]:
+        values = self.placement.read_rows(EMBED_NAME, rows.rows)
+        table = np.zeros((len(rows.padded), self._hidden), values.dtype)
+        table[: len(values)] = values
+        with self._clock.span("host_to_device"):
+            device_table = jax.device_put(table)
+            batches = [
+                DeviceBatch(
+                    labels=jax.device_put(micro_batch.labels),
+                    weights=jax.device_put(micro_batch.weights),
+                    positions=jax.device_put(micro_batch.positions),
+                    segments=jax.device_put(micro_batch.segments),
+                    inverse=jax.device_put(inverse),
+                )
+                for micro_batch, inverse in zip(micro_batches, rows.inverse, strict=True)
+            ]
+        return batches, [self.functions.embed(device_table, batch.inverse) for batch in batches]
+
+    def _layer_forward(
+        self, stages: Prefetcher, index: int, batches: list[DeviceBatch], xs: list[jax.Array]
+    ) -> list[jax.Array]:
+        params = stages.use(StageKey(LAYER, index))
+        outputs = [
+            self.functions.layer(params, x, batch.positions, batch.segments)
+            for x, batch in zip(xs, batches, strict=True)
+        ]
+        del params
+        stages.advance()
+        return outputs
+
+    def _head_norm(self, stages: Prefetcher, xs: list[jax.Array]) -> list[jax.Array]:
+        weight = stages.use(self._norm)["weight"]
+        outputs = [self.functions.head_norm(weight, x) for x in xs]
+        del weight
+        stages.advance()
+        return outputs
+
+    def _logsumexp(
+        self, stages: Prefetcher, batches: list[DeviceBatch], normed: list[jax.Array]
+    ) -> list[Any]:
+        carries = [self.functions.head_carry(*batch.labels.shape) for batch in batches]
+        for tile, start in enumerate(self.tile_starts):
+            weight = stages.use(StageKey(HEAD, tile))["weight"]
+            for index, (batch, xn) in enumerate(zip(batches, normed, strict=True)):
+                carries[index] = self.functions.head_logsumexp(
+                    carries[index], weight, xn, batch.labels, start
+                )
+            del weight
+            stages.advance()
+        return carries
+
+    def _head_backward(
+        self,
+        stages: Prefetcher,
+        batches: list[DeviceBatch],
+        xs: list[jax.Array],
+        rows: BatchRows,
+        scale: jax.Array,
+        gradients: StepGradients,
+    ) -> tuple[list[jax.Array], list[jax.Array], jax.Array | None]:
+        functions, layout = self.functions, self.layout
+        normed = self._head_norm(stages, xs)
+        carries = self._logsumexp(stages, batches, normed)
+        losses = [
+            functions.head_loss(carry, batch.weights) for carry, batch in zip(carries, batches, strict=True)
+        ]
+        dxns = [zeros(xn.shape, "float32") for xn in normed]
+        padded_rows = jax.device_put(rows.padded)
+        table_rows = zeros((len(rows.padded), self._hidden), "float32") if layout.tied else None
+        for tile in reversed(range(layout.n_head_tiles)):
+            weight, start = stages.use(StageKey(HEAD, tile))["weight"], self.tile_starts[tile]
+            dw: jax.Array | None = None
+            for index, (batch, xn) in enumerate(zip(batches, normed, strict=True)):
+                dxns[index], dw = functions.head_backward(
+                    weight, xn, batch.labels, batch.weights, carries[index], scale, start, dxns[index], dw
+                )
+            del weight
+            rounded, norm, table_rows = functions.finish_head_tile(dw, table_rows, padded_rows, start)
+            part = layout.stage_parts[StageKey(HEAD, tile)][0]
+            stages.advance()
+            gradients.put(part.tensor, part.start, rounded, norm, part.n_elements)
+        weight = stages.use(self._norm)["weight"]
+        outputs: list[jax.Array] = []
+        accumulated: Any = None
+        for index, (x, dxn) in enumerate(zip(xs, dxns, strict=True)):
+            dx, accumulated = functions.head_finish(
+                weight, x, dxn, accumulated, last=index == len(batches) - 1
+            )
+            outputs.append(dx)
+        del weight
+        stages.advance()
+        gradients.put_stage({"weight": NORM_NAME}, *accumulated)
+        return losses, outputs, table_rows
+
+    def _layer_backward(
+        self,
+        stages: Prefetcher,
+        index: int,
+        batches: list[DeviceBatch],
+        inputs: list[jax.Array],
+        dys: list[jax.Array],
+    ) -> tuple[list[jax.Array], Arrays, jax.Array]:
+        params = stages.use(StageKey(LAYER, index))
+        accumulated: Any = None
+        dxs: list[jax.Array] = []
+        for number, (batch, x) in enumerate(zip(batches, inputs, strict=True)):
+            dx, accumulated = self.functions.layer_backward(
+                params,
+                x,
+                dys[number],
+                batch.positions,
+                batch.segments,
+                accumulated,
+                last=number == len(batches) - 1,
+            )
+            dxs.append(dx)
+        del params
+        stages.advance()
+        rounded, norms = accumulated
+        return dxs, rounded, norms
+
+    def _put_layer(self, gradients: StepGradients, index: int, rounded: Arrays, norms: jax.Array) -> None:
+        names = {part.local_name: part.tensor for part in self.layout.stage_parts[StageKey(LAYER, index)]}
+        gradients.put_stage(names, rounded, norms)
+
+    def _embed_backward(
+        self,
+        batches: list[DeviceBatch],
+        dxs: list[jax.Array],
+        rows: BatchRows,
+        table_rows: jax.Array | None,
+        gradients: StepGradients,
+    ) -> None:
+        accumulated = zeros((len(rows.padded), self._hidden), "float32")
+        for batch, dx in zip(batches, dxs, strict=True):
+            accumulated = self.functions.embed_backward(dx, batch.inverse, accumulated)
+        rounded, norm = self.functions.finish_rows(accumulated, table_rows)
+        with self._clock.span("device_to_host"):
+            values = np.asarray(rounded)[: len(rows.rows)].copy()
+        gradients.put_rows(EMBED_NAME, RowGradient(rows.rows, values), norm)

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gradients of one step as they leave their stages: norms collected, values put away."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memascend_jax.errors import NonfiniteError
+from memascend_jax.training.placement import Placement
+
+if TYPE_CHECKING:
+    import jax
+
+
+@dataclass(frozen=True, slots=True)
+class RowGradient:
+    """Gradient of the table rows that a step used; every other row's is zero or in the spooled gradient.
+
+    Attributes:
+        rows: ``[n]`` int64, ascending.
+        values: ``[n, hidden]`` in the gradient dtype.
+    """
+
+    rows: NDArray[np.int64]
+    values: NDArray[Any]
+
+
+@dataclass(slots=True)
+class StepGradients:
+    """Collects what leaves the stages during one backward."""
+
+    placement: Placement
+    partials: dict[str, list[Any]] = field(default_factory=dict)
+    spooled: set[str] = field(default_factory=set)
+    table: str = ""
+    table_gradient: RowGradient | None = None
+
+    def put_stage(self, names: dict[str, str], rounded: dict[str, jax.Array], norms: jax.Array) -> None:
+        """Takes a stage's gradients; ``names`` maps local names to the store's, ``norms`` is in sorted local order."""
+        for local, gradient in rounded.items():
+            self._put_away(names[local], 0, gradient, gradient.size)
+        # The gradients are there by now, so reading the norms waits for nothing.
+        for local, norm_squared in zip(sorted(rounded), np.asarray(norms), strict=True):
+            self.partials.setdefault(names[local], []).append(norm_squared)
+
+    def put(
+        self, tensor: str, start: int, rounded: jax.Array, norm_squared: jax.Array, n_elements: int
+    ) -> None:
+        """Takes the gradient of ``n_elements`` of ``tensor`` from ``start`` on."""
+        self.partials.setdefault(tensor, []).append(norm_squared)
+        self._put_away(tensor, start, rounded, n_elements)
+
+    def _put_away(self, tensor: str, start: int, rounded: jax.Array, n_elements: int) -> None:
+        self.spooled.add(tensor)
+        self.placement.spool(tensor, start, rounded, n_elements)
+
+    def put_rows(self, tensor: str, gradient: RowGradient, norm_squared: Any) -> None:
+        """Takes the gradient of the embedding's rows."""
+        self.partials.setdefault(tensor, []).append(norm_squared)
+        self.table, self.table_gradient = tensor, gradient
+
+    def global_norm(self) -> float:
+        """Returns the norm over all tensors: fp32 partials added in float64 in name order.
+
+        Raises:
+            NonfiniteError: names the tensors whose gradient is inf or nan.
+        """
+        squares = {
+            name: sum(float(np.asarray(partial).reshape(())) for partial in self.partials[name])
+            for name in sorted(self.partials)
+        }
+        faulty = [name for name, square in squares.items() if not math.isfinite(square)]
+        if faulty:
+            shown = ", ".join(faulty[:4]) + (f" and {len(faulty) - 4} more" if len(faulty) > 4 else "")
+            raise NonfiniteError(
+                f"the gradient of {shown} is not finite ({len(faulty)} of {len(squares)} tensors); nothing of this step "
+                "was applied. Lower optimizer.learning_rate, or look at the batch that this step trained on."
+            )
+        return math.sqrt(sum(squares.values()))

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training loop: steps, metrics, commits, evaluations, and stopping on request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from memascend_jax.data.batches import BatchOrder
+from memascend_jax.data.packing import Microbatch, PackedExamples
+from memascend_jax.errors import StoppedError
+from memascend_jax.memory.meter import Meter
+from memascend_jax.observe.step_clock import StepClock
+from memascend_jax.training.forward_backward import StreamedModel
+from memascend_jax.training.placement import Placement
+from memascend_jax.training.run_state import RunState
+from memascend_jax.training.step import StepResult, TrainStep
+from memascend_jax.training.stop import StopRequest
+
+Line = dict[str, Any]
+
+
+class MetricsSink(Protocol):
+    """Takes one line per step and makes it durable."""
+
+    def write(self, line: Line) -> int:
+        """Appends and syncs ``line``; returns the file's length in bytes afterwards."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepData:
+    """Which micro-batches a step trains on."""
+
+    examples: PackedExamples
+    order: BatchOrder
+    micro_batches: int
+    micro_batch_size: int
+
+    def of_step(self, step: int) -> list[Microbatch]:
+        """Returns the micro-batches of ``step``, counted from 1."""
+        indices = self.order.batch(step - 1, self.micro_batches, self.micro_batch_size)
+        return [self.examples.batch(chosen) for chosen in indices]
+
+
+class Trainer:
+    """Runs steps from a committed state and commits each one."""
+
+    def __init__(
+        self,
+        model: StreamedModel,
+        train_step: TrainStep,
+        placement: Placement,
+        clock: StepClock,
+        meter: Meter,
+        metrics: MetricsSink,
+        *,
+        planned_host_bytes: int,
+        pinned_bytes: int,
+    ) -> None:
+        self.model = model
+        self.placement = placement
+        self._train_step = train_step
+        self._clock = clock
+        self._meter = meter
+        self._metrics = metrics
+        self._fixed = {"planned_host_bytes": planned_host_bytes, "pinned_bytes": pinned_bytes}
+
+    def train(
+        self,
+        state: RunState,
+        data: StepData,
+        total_steps: int,
+        stop: StopRequest,
+        on_line: Callable[[Line], None],
+        after_step: Callable[[RunState], RunState],
+    ) -> RunState:
+        """Trains until ``total_steps`` and returns the last committed state.
+
+        A metrics line is durable before its step is committed; the time of a commit counts in the next line.
+
+        Args:
+            on_line: told each line, for progress.
+            after_step: called after each commit, for evaluations; returns the state to go on with.
+
+        Raises:
+            StoppedError: a stop was requested; the last step is committed.
+            NonfiniteError: the loss or a gradient of a step is inf or nan; the step before is committed.
+        """
+        self._clock.lap()
+        read_before, written_before = self.placement.io_bytes()
+        while state.step < total_steps:
+            if stop.requested:
+                raise StoppedError(f"stopped by {stop.signal_name} after step {state.step} of {total_steps}")
+            step = state.step + 1
+            result = self._train_step(step, data.of_step(step))
+            read, written = self.placement.io_bytes()
+            line = self._line(result, read - read_before, written - written_before)
+            read_before, written_before = read, written
+            extra = {
+                "loss_last": result.loss,
+                "seconds": state.results.get("seconds", 0.0) + line["step_seconds"],
+            }
+            if step == 1:
+                extra["loss_first"] = result.loss
+            state = state.after(step, self._metrics.write(line), result.tokens, **extra)
+            self.placement.commit(state.encode())
+            on_line(line)
+            state = after_step(state)
+        return state
+
+    def _line(self, result: StepResult, read_bytes: int, written_bytes: int) -> Line:
+        memory = self._meter.snapshot()
+        return {
+            "step": result.step,
+            "loss": result.loss,
+            "learning_rate": result.learning_rate,
+            "grad_norm": result.grad_norm,
+            "loss_scale": 1.0,
+            "skipped_steps": 0,
+            "tokens": result.tokens,
+            **self._clock.lap(),
+            "ssd_read_bytes": read_bytes,
+            "ssd_write_bytes": written_bytes,
+            "host_rss_bytes": memory.rss_bytes,
+            "host_peak_bytes": memory.peak_rss_bytes,
+            **self._fixed,
+            "device_peak_bytes": device_peak_bytes(),
+        }
+
+
+def evaluate(
+    model: StreamedModel, examples: PackedExamples, *, limit: int | None, batch_size: int, group: int
+) -> float:
+    """Returns the mean loss over the trained tokens of ``examples``.
+
+    Args:
+        limit: sequences to read, the first ones; None: all.
+        batch_size: sequences per micro-batch; the training's, so that its executables serve.
+        group: micro-batches whose activations are held at once; each group is one pass over the model.
+    """
+    count = len(examples) if limit is None else min(limit, len(examples))
+    batches = [_eval_batch(examples, start, count, batch_size) for start in range(0, count, batch_size)]
+    while len(batches) % min(group, len(batches)):
+        # Groups of one size share the embedding's executable; weight zero keeps the mean as it is.
+        batches.append(_without_weight(batches[0]))
+    total = weight = 0.0
+    for start in range(0, len(batches), group):
+        loss, trained = model.evaluate(batches[start : start + group])
+        total, weight = total + loss, weight + trained
+    return total / weight
+
+
+def _eval_batch(examples: PackedExamples, start: int, count: int, batch_size: int) -> Microbatch:
+    indices = list(range(start, min(start + batch_size, count)))
+    batch = examples.batch(indices + [start] * (batch_size - len(indices)))
+    batch.weights[len(indices) :] = 0.0
+    return batch
+
+
+def _without_weight(batch: Microbatch) -> Microbatch:
+    return replace(batch, weights=np.zeros_like(batch.weights))
+
+
+def device_peak_bytes() -> int | None:
+    """Returns the device's peak memory in use, or None where the backend does not count it (CPU)."""
+    import jax
+
+    stats = jax.local_devices()[0].memory_stats()
+    return int(stats["peak_bytes_in_use"]) if stats and "peak_bytes_in_use" in stats else None

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a model's tensors are cut into what streams: stage parts for compute, groups of tiles for the optimizer. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from memascend_jax.models.shapes import (
+    NORM_NAME,
+    LlamaConfig,
+    TensorShape,
+    head_weight_name,
+    tensor_shapes,
+)
+from memascend_jax.optim.state_format import BLOCK_BYTES, StateFormat, itemsize, tile_elements
+from memascend_jax.training.stage_schedule import HEAD, LAYER, NORM, StageKey
+from memascend_jax.units import round_up
+
+_LAYER_PREFIX = "model.layers."
+
+
+@dataclass(frozen=True, slots=True)
+class StagePart:
+    """A tensor, or whole rows of one, that a stage reads.
+
+    Attributes:
+        local_name: key in the dictionary that the stage function receives.
+        tensor: the store's name.
+        start: first element of the flattened tensor; a multiple of the block.
+        shape: shape of what is read; ``padded_rows`` more rows of zeros follow in memory.
+    """
+
+    local_name: str
+    tensor: str
+    start: int
+    shape: tuple[int, ...]
+    padded_rows: int = 0
+
+    @property
+    def n_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def memory_shape(self) -> tuple[int, ...]:
+        return (self.shape[0] + self.padded_rows, *self.shape[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class UpdatePiece:
+    """One tile of one parameter inside an update slot; offsets are bytes from the slot's start."""
+
+    tensor: str
+    tile: int
+    start: int
+    n_elements: int
+    offsets: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateGroup:
+    """The tiles that are read, updated and written together; ``nbytes`` is what they need in memory."""
+
+    pieces: tuple[UpdatePiece, ...]
+    nbytes: int
+
+
+GRADIENT, PARAMETER = "gradient", "parameter"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLayout:
+    """The cut of one model for one state format.
+
+    Attributes:
+        tensors: every parameter, in forward order: embedding, layers, final norm, untied head.
+        tile_elements: optimizer tile of each parameter, in elements.
+        head_rows: vocabulary rows of one head tile.
+    """
+
+    config: LlamaConfig
+    format: StateFormat
+    tensors: tuple[TensorShape, ...]
+    tile_elements: Mapping[str, int]
+    head_rows: int
+    n_head_tiles: int
+    stage_parts: Mapping[StageKey, tuple[StagePart, ...]]
+    update_groups: tuple[UpdateGroup, ...]
+
+    @property
+    def head_tensor(self) -> str:
+        return head_weight_name(self.config)
+
+    @property
+    def tied(self) -> bool:
+        return bool(self.config.tie_word_embeddings)
+
+    @property
+    def n_layers(self) -> int:
+        return int(self.config.num_hidden_layers)
+
+    @property
+    def n_parameters(self) -> int:
+        return sum(math.prod(tensor.shape) for tensor in self.tensors)
+
+    def shape_of(self, tensor: str) -> tuple[int, ...]:
+        return next(known.shape for known in self.tensors if known.name == tensor)
+
+
+def plan_layout(
+    config: LlamaConfig, fmt: StateFormat, *, target_tile_elements: int, target_head_bytes: int
+) -> ModelLayout:
+    """Returns the cut of ``config`` into stage parts and update groups.
+
+    Args:
+        target_tile_elements: size that optimizer tiles stay at or under where rows allow.
+        target_head_bytes: size that a vocabulary tile of the head stays at or under, at least one aligned row group.
+    """
+    tensors = tuple(tensor_shapes(config))
+    tiles = {tensor.name: tile_elements(tensor.shape, target_tile_elements) for tensor in tensors}
+    row_bytes = config.hidden_size * itemsize(fmt.param_dtype)
+    head_rows = _head_rows(config.vocab_size, row_bytes, target_head_bytes)
+    n_head_tiles = -(-config.vocab_size // head_rows)
+    return ModelLayout(
+        config=config,
+        format=fmt,
+        tensors=tensors,
+        tile_elements=tiles,
+        head_rows=head_rows,
+        n_head_tiles=n_head_tiles,
+        stage_parts=dict(_stage_parts(config, tensors, head_rows, n_head_tiles)),
+        update_groups=tuple(_update_groups(tensors, tiles, fmt, target_tile_elements)),
+    )
+
+
+def _head_rows(vocab_size: int, row_bytes: int, target_bytes: int) -> int:
+    # A tile begins on a block: rows come in groups whose bytes are whole blocks (in bf16 and wider).
+    group = BLOCK_BYTES // math.gcd(BLOCK_BYTES, row_bytes)
+    if vocab_size <= group:
+        return vocab_size
+    n_tiles = max(1, -(-vocab_size * row_bytes // target_bytes))
+    rows = round_up(-(-vocab_size // n_tiles), group)
+    return min(rows, vocab_size)
+
+
+def _stage_parts(
+    config: LlamaConfig, tensors: Sequence[TensorShape], head_rows: int, n_head_tiles: int
+) -> Iterator[tuple[StageKey, tuple[StagePart, ...]]]:
+    by_layer: dict[int, list[StagePart]] = {}
+    for tensor in tensors:
+        if tensor.name.startswith(_LAYER_PREFIX):
+            index, local = tensor.name.removeprefix(_LAYER_PREFIX).split(".", 1)
+            by_layer.setdefault(int(index), []).append(StagePart(local, tensor.name, 0, tensor.shape))
+    for index, parts in by_layer.items():
+        yield StageKey(LAYER, index), tuple(parts)
+    yield StageKey(NORM, 0), (StagePart("weight", NORM_NAME, 0, (config.hidden_size,)),)
+    head = head_weight_name(config)
+    for index in range(n_head_tiles):
+        first = index * head_rows
+        rows = min(head_rows, config.vocab_size - first)
+        part = StagePart(
+            "weight", head, first * config.hidden_size, (rows, config.hidden_size), head_rows - rows
+        )
+        yield StageKey(HEAD, index), (part,)
+
+
+def _update_groups(
+    tensors: Sequence[TensorShape], tiles: Mapping[str, int], fmt: StateFormat, target: int
+) -> Iterator[UpdateGroup]:
+    pieces: list[UpdatePiece] = []
+    used = elements = 0
+    for tensor in tensors:
+        total, size = math.prod(tensor.shape), tiles[tensor.name]
+        for tile, start in enumerate(range(0, total, size)):
+            n = min(size, total - start)
+            if pieces and elements + n > target:
+                yield UpdateGroup(tuple(pieces), used)
+                pieces, used, elements = [], 0, 0
+            offsets: dict[str, int] = {}
+            for leaf, dtype in _leaves(fmt):
+                offsets[leaf] = used
+                used += round_up(n * itemsize(dtype), BLOCK_BYTES)
+            pieces.append(UpdatePiece(tensor.name, tile, start, n, offsets))
+            elements += n
+    if pieces:
+        yield UpdateGroup(tuple(pieces), used)
+
+
+def _leaves(fmt: StateFormat) -> Iterator[tuple[str, str]]:
+    yield PARAMETER, fmt.param_dtype
+    yield GRADIENT, fmt.grad_dtype
+    yield from fmt.leaves

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the training state lives while it is not being computed on, behind one interface.
+
+The step, the prefetcher and the updater speak to a ``Placement``; ``ssd_placement`` streams through leased
+slots, ``memory_placement`` keeps everything in the arena and is the reference with the same code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memascend_jax.training.model_layout import UpdateGroup, UpdatePiece
+from memascend_jax.training.stage_schedule import StageKey
+
+if TYPE_CHECKING:
+    import jax
+
+
+class LoadedStage(Protocol):
+    """A stage's parameters, being read or there. Lifetime: until ``release``."""
+
+    version: int
+
+    def arrays(self) -> dict[str, jax.Array]:
+        """Waits for the read and returns the parameters by local name, as aliases where the platform allows."""
+
+    def release(self) -> None:
+        """Gives the memory back; computations already dispatched on the arrays may still be reading it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedGroup:
+    """One update group in host memory.
+
+    ``address(piece, leaf)`` is where that leaf of that piece lies; ``gradient_view(piece)`` its gradient as a flat
+    numpy view.
+    """
+
+    group: UpdateGroup
+    address: Callable[[UpdatePiece, str], int]
+    view: Callable[[UpdatePiece, str], NDArray[Any]]
+    handle: Any = None
+
+
+class Placement(Protocol):
+    """The interface between the step and wherever the state lives."""
+
+    version: int
+
+    def load(self, key: StageKey) -> LoadedStage:
+        """Starts reading a stage; waits only for memory."""
+
+    def read_rows(self, tensor: str, rows: NDArray[np.int64]) -> NDArray[Any]:
+        """Returns ``[len(rows), columns]`` of a row-accessed parameter, as an array that the caller owns."""
+
+    def spool(self, tensor: str, start: int, gradient: jax.Array, n_elements: int) -> None:
+        """Puts away the first ``n_elements`` of a rounded gradient that begins at element ``start`` of ``tensor``.
+
+        Waits for the array to be computed; it may go afterwards.
+        """
+
+    def update(self, skip_gradient: frozenset[str], apply: Callable[[LoadedGroup], None]) -> None:
+        """Calls ``apply`` on every update group in forward order and puts the results back.
+
+        Args:
+            skip_gradient: parameters that have no spooled gradient: their gradient memory is zeroed instead.
+        """
+
+    def write(self, tensor: str, start: int, values: NDArray[Any]) -> None:
+        """Initialises elements of a tensor or state leaf; ``start`` on a tile boundary, whole tiles."""
+
+    def read(self, tensor: str, start: int, n_elements: int) -> NDArray[Any]:
+        """Returns a copy of elements of a tensor or state leaf."""
+
+    def commit(self, run_state: bytes) -> int:
+        """Makes everything written so far the next generation and returns its number."""
+
+    def io_bytes(self) -> tuple[int, int]:
+        """Returns the bytes read from and written to SSD so far."""
+
+    def close(self) -> None:
+        """Waits for what is in flight and lets go of the memory."""
+
+
+def tensor_of(mapping: Mapping[str, Any], name: str) -> Any:
+    """Returns ``mapping[name]`` with the known names in the error."""
+    try:
+        return mapping[name]
+    except KeyError:
+        raise KeyError(
+            f"no tensor {name!r}; there are {len(mapping)}: {', '.join(list(mapping)[:4])}, …"
+        ) from None
+
+
+def flat_pieces(total: int, size: int) -> Sequence[tuple[int, int]]:
+    """Returns ``(start, n)`` of the pieces of at most ``size`` that make up ``total``."""
+    return [(start, min(size, total - start)) for start in range(0, total, size)]

@@ -1,0 +1,352 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plan of a training run: where every byte will live, and the SSD traffic of a step. jax-free and pure.
+
+The same arithmetic chooses slot counts and tile sizes, prints the plan, and is what the run's counters are held to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from memascend_jax.memory.budget import Consumer, MemoryPlan, choose_plan
+from memascend_jax.memory.pool import SizeClass
+from memascend_jax.models.shapes import EMBED_NAME, LlamaConfig
+from memascend_jax.optim.state_format import BLOCK_BYTES, StateFormat, itemsize
+from memascend_jax.storage.tensor_store import TensorSpec, bytes_needed
+from memascend_jax.training.model_layout import ModelLayout, plan_layout
+from memascend_jax.training.slot_classes import SPOOL, UPDATE, memory_classes, part_class
+from memascend_jax.training.stage_schedule import (
+    HEAD,
+    LAYER,
+    NORM,
+    StageKey,
+    count_loads,
+    plan_actions,
+    training_sequence,
+)
+from memascend_jax.units import MIB, format_bytes, round_up
+
+#: Interpreter, jax, flax, optax, tokenizers and the compiler's working memory at its peak, measured: see
+#: "Resident memory of the runtime" in docs/experiment_log.md.
+RUNTIME_BYTES = 300 * MIB
+COMPILER_BYTES = 110 * MIB
+#: Fixed cost of the store: ring, submission queues, bounce buffers.
+STORE_BYTES = 12 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What one step computes on."""
+
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+    seq_len: int
+    n_examples: int
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        return self.micro_batch_size * self.seq_len
+
+    @property
+    def step_tokens(self) -> int:
+        return self.micro_batch_tokens * self.gradient_accumulation_steps
+
+
+@dataclass(frozen=True, slots=True)
+class Depths:
+    """The choices that trade memory for speed, ordered fast to small in ``CHOICES``."""
+
+    prefetch_depth: int
+    layer_slots: int
+    head_slots: int
+    update_depth: int
+    tile_elements: int
+    head_tile_bytes: int
+
+
+CHOICES = (
+    Depths(2, 4, 3, 6, 1 << 20, 8 * MIB),
+    Depths(2, 4, 2, 4, 1 << 19, 8 * MIB),
+    Depths(1, 3, 2, 3, 1 << 18, 4 * MIB),
+    Depths(1, 2, 2, 2, 1 << 17, 2 * MIB),
+)
+SPOOL_SLOTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """Where every byte of a run lives and what a step moves."""
+
+    layout: ModelLayout
+    placement: str
+    durability: str
+    depths: Depths
+    memory: MemoryPlan
+    size_classes: dict[str, SizeClass]
+    specs: tuple[TensorSpec, ...]
+    scratch_bytes: int
+    disk_bytes: int
+    ssd_read_bytes_per_step: int
+    ssd_write_bytes_per_step: int
+
+    @property
+    def arena_bytes(self) -> int:
+        return sum(size.nbytes * size.count for size in self.size_classes.values())
+
+    @property
+    def capacity(self) -> dict[str, int]:
+        """Resident keys of each stage kind, for the prefetcher."""
+        return _capacity(self.layout, self.depths)
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """Returns the printable plan: what, where, how much."""
+        host = [
+            (consumer.what, "host", f"{format_bytes(consumer.nbytes)}  {consumer.how}".rstrip())
+            for consumer in self.memory.consumers
+        ]
+        state = self.layout.format
+        names = ", ".join(suffix.removeprefix("#") for suffix, _ in state.leaves)
+        where = "SSD" if self.placement == "ssd" else "host"
+        disk = [
+            (
+                f"parameters and state ({names})",
+                where,
+                f"{format_bytes(self.layout.n_parameters * state.stored_bytes)}  {state.stored_bytes} bytes each",
+            )
+        ]
+        if self.placement == "ssd":
+            disk += [
+                ("gradients of a step", "SSD", format_bytes(self.scratch_bytes)),
+                ("store file", "SSD", f"{format_bytes(self.disk_bytes)}  durability {self.durability}"),
+                ("read per step", "SSD", format_bytes(self.ssd_read_bytes_per_step)),
+                ("written per step", "SSD", format_bytes(self.ssd_write_bytes_per_step)),
+            ]
+        total = (
+            "host memory in all",
+            "host",
+            f"{format_bytes(self.memory.total_bytes)} planned, "
+            f"{format_bytes(self.memory.budget_bytes)} allowed",
+        )
+        return [*disk, *host, total]
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the plan as plain values, for ``plan.json``."""
+        return {
+            "schema": 1,
+            "placement": self.placement,
+            "durability": self.durability,
+            "parameters": self.layout.n_parameters,
+            "state_format": self.layout.format.name,
+            "depths": asdict(self.depths),
+            "planned_host_bytes": self.memory.total_bytes,
+            "budget_host_bytes": self.memory.budget_bytes,
+            "arena_bytes": self.arena_bytes,
+            "consumers": [asdict(consumer) for consumer in self.memory.consumers],
+            "size_classes": {name: asdict(size) for name, size in self.size_classes.items()},
+            "disk_bytes": self.disk_bytes,
+            "ssd_read_bytes_per_step": self.ssd_read_bytes_per_step,
+            "ssd_write_bytes_per_step": self.ssd_write_bytes_per_step,
+        }
+
+
+def plan_run(
+    config: LlamaConfig,
+    fmt: StateFormat,
+    workload: Workload,
+    *,
+    placement: str,
+    durability: str,
+    budget_bytes: int,
+    disk_free_bytes: int | None = None,
+    choices: Sequence[Depths] = CHOICES,
+) -> RunPlan:
+    """Returns the fastest plan that keeps the budget.
+
+    Args:
+        placement: ``ssd`` or ``memory``.
+        durability: ``step``, ``checkpoint``, or ``plan``: ``step`` if ``disk_free_bytes`` has room for it.
+        budget_bytes: host memory for the whole process.
+        disk_free_bytes: free space where the store goes; None: unknown, not checked here.
+
+    Raises:
+        BudgetError: not even the smallest choice fits, with the numbers and what would help.
+    """
+    candidates = [
+        _plan(config, fmt, workload, placement, durability, budget_bytes, disk_free_bytes, depths)
+        for depths in choices
+    ]
+    index = choose_plan([candidate.memory for candidate in candidates], _options(workload, placement))
+    return candidates[index]
+
+
+def store_specs(layout: ModelLayout) -> tuple[TensorSpec, ...]:
+    """Returns the store's tensors: each parameter and its state leaves, in forward order."""
+    specs = []
+    for tensor in layout.tensors:
+        tile = layout.tile_elements[tensor.name]
+        by_row = tensor.name == EMBED_NAME
+        specs.append(
+            TensorSpec(tensor.name, layout.format.param_dtype, tensor.shape, tile, row_access=by_row)
+        )
+        specs += [
+            TensorSpec(tensor.name + suffix, dtype, tensor.shape, tile)
+            for suffix, dtype in layout.format.leaves
+        ]
+    return tuple(specs)
+
+
+def _plan(
+    config: LlamaConfig,
+    fmt: StateFormat,
+    workload: Workload,
+    placement: str,
+    durability: str,
+    budget_bytes: int,
+    disk_free_bytes: int | None,
+    depths: Depths,
+) -> RunPlan:
+    layout = plan_layout(
+        config, fmt, target_tile_elements=depths.tile_elements, target_head_bytes=depths.head_tile_bytes
+    )
+    on_ssd = placement == "ssd"
+    classes = ssd_classes(layout, depths) if on_ssd else memory_classes(layout)
+    specs = store_specs(layout)
+    scratch = sum(
+        round_up(math.prod(tensor.shape) * itemsize(fmt.grad_dtype), BLOCK_BYTES) for tensor in layout.tensors
+    )
+    if durability == "plan":
+        needed = bytes_needed(specs, scratch, "step")
+        durability = "checkpoint" if disk_free_bytes is not None and needed > disk_free_bytes else "step"
+    read, write = step_traffic(layout, depths, workload) if on_ssd else (0, 0)
+    consumers = tuple(_consumers(layout, classes, workload, on_ssd))
+    return RunPlan(
+        layout=layout,
+        placement=placement,
+        durability=durability,
+        depths=depths,
+        memory=MemoryPlan(consumers, budget_bytes),
+        size_classes=classes,
+        specs=specs,
+        scratch_bytes=scratch,
+        disk_bytes=bytes_needed(specs, scratch, durability) if on_ssd else 0,
+        ssd_read_bytes_per_step=read,
+        ssd_write_bytes_per_step=write,
+    )
+
+
+def ssd_classes(layout: ModelLayout, depths: Depths) -> dict[str, SizeClass]:
+    """Returns the pool's size classes for streaming: exact sizes of stage parts, update slots, spool slots."""
+    counts: dict[str, SizeClass] = {}
+    capacity = _capacity(layout, depths)
+    for key in (StageKey(LAYER, 0), StageKey(NORM, 0), StageKey(HEAD, 0)):
+        for part in layout.stage_parts[key]:
+            nbytes = round_up(math.prod(part.memory_shape) * itemsize(layout.format.param_dtype), BLOCK_BYTES)
+            name = part_class(key.kind, nbytes)
+            known = counts.get(name, SizeClass(nbytes, 0))
+            counts[name] = SizeClass(nbytes, known.count + capacity[key.kind])
+    counts[UPDATE] = SizeClass(max(group.nbytes for group in layout.update_groups), depths.update_depth)
+    counts[SPOOL] = SizeClass(spool_slot_bytes(layout, depths), SPOOL_SLOTS)
+    return counts
+
+
+def spool_slot_bytes(layout: ModelLayout, depths: Depths) -> int:
+    """Returns the bytes of a slot that carries gradients to the spool."""
+    largest = max(math.prod(tensor.shape) for tensor in layout.tensors)
+    return round_up(min(largest, depths.tile_elements) * itemsize(layout.format.grad_dtype), BLOCK_BYTES)
+
+
+def step_traffic(layout: ModelLayout, depths: Depths, workload: Workload) -> tuple[int, int]:
+    """Returns the SSD bytes that one step reads and writes, whole blocks counted."""
+    fmt = layout.format
+    sequence = training_sequence(layout.n_layers, layout.n_head_tiles)
+    loads = count_loads(plan_actions(sequence, _capacity(layout, depths), depths.prefetch_depth))
+    stages = sum(
+        count * sum(_blocks(part.n_elements, fmt.param_dtype) for part in layout.stage_parts[key])
+        for key, count in loads.items()
+    )
+    row_bytes = layout.config.hidden_size * itemsize(fmt.param_dtype)
+    rows = min(workload.step_tokens, layout.config.vocab_size) * _row_span(row_bytes)
+    spooled = [t for t in layout.tensors if t.name != EMBED_NAME or layout.tied]
+    gradients = sum(_blocks(math.prod(tensor.shape), fmt.grad_dtype) for tensor in spooled)
+    read = write = 0
+    for group in layout.update_groups:
+        for piece in group.pieces:
+            leaves = sum(_blocks(piece.n_elements, dtype) for _, dtype in fmt.leaves)
+            parameter = _blocks(piece.n_elements, fmt.param_dtype)
+            read += leaves if fmt.has_master else leaves + parameter
+            write += leaves + parameter
+    return stages + rows + gradients + read, gradients + write
+
+
+def _row_span(row_bytes: int) -> int:
+    """Bytes of the blocks that one row touches, on average over row positions."""
+    apart = math.gcd(row_bytes, BLOCK_BYTES)
+    positions = range(0, BLOCK_BYTES, apart)
+    spans = [round_up(offset + row_bytes, BLOCK_BYTES) for offset in positions]
+    return -(-sum(spans) // len(spans))
+
+
+def _blocks(elements: int, dtype: str) -> int:
+    return round_up(elements * itemsize(dtype), BLOCK_BYTES)
+
+
+def _capacity(layout: ModelLayout, depths: Depths) -> dict[str, int]:
+    return {
+        LAYER: min(depths.layer_slots, layout.n_layers),
+        HEAD: min(depths.head_slots, layout.n_head_tiles),
+        NORM: 1,
+    }
+
+
+def _consumers(
+    layout: ModelLayout, classes: dict[str, SizeClass], workload: Workload, on_ssd: bool
+) -> Iterator[Consumer]:
+    yield Consumer("runtime", "interpreter and libraries", RUNTIME_BYTES, "measured")
+    yield Consumer("runtime", "XLA compiler", COMPILER_BYTES, "measured")
+    yield Consumer("data", "tokenized examples", workload.n_examples * workload.seq_len * 16)
+    if on_ssd:
+        for kind, what in ((LAYER, "layer slots"), (HEAD, "head tile slots"), (NORM, "norm slots")):
+            chosen = [size for name, size in classes.items() if name.startswith(f"{kind}:")]
+            slots = sum(size.count for size in chosen)
+            yield Consumer("arena", what, sum(size.nbytes * size.count for size in chosen), f"{slots} slots")
+        for name, what in ((UPDATE, "optimizer tile slots"), (SPOOL, "gradient spool slots")):
+            size = classes[name]
+            how = f"{size.count} x {format_bytes(size.nbytes)}"
+            yield Consumer("arena", what, size.nbytes * size.count, how)
+        yield Consumer("runtime", "store: rings, catalog, bounce buffers", STORE_BYTES)
+    else:
+        total = sum(size.nbytes * size.count for size in classes.values())
+        yield Consumer("arena", "parameters, state and gradients", total, "placement memory")
+    yield from _device_consumers(layout, workload)
+
+
+def _device_consumers(layout: ModelLayout, workload: Workload) -> Iterator[Consumer]:
+    config, compute = layout.config, itemsize(layout.format.param_dtype)
+    grad = itemsize(layout.format.grad_dtype)
+    hidden, inner, tokens = config.hidden_size, config.intermediate_size, workload.micro_batch_tokens
+    layer = sum(part.n_elements for part in layout.stage_parts[StageKey(LAYER, 0)])
+    inputs = (layout.n_layers + 2) * workload.step_tokens * hidden * compute
+    yield Consumer("device", "stage inputs", inputs, f"{layout.n_layers} layers")
+    # Two layers' gradients exist at once: one leaves while the next is computed.
+    yield Consumer("device", "layer gradients", layer * (4 + 2 * grad), "fp32 sums and rounded")
+    width = 10 * hidden + 5 * inner
+    scores = config.num_attention_heads * min(256, workload.seq_len) * workload.seq_len * 3
+    workspace = 4 * (tokens * width + workload.micro_batch_size * scores) + layer * 4
+    yield Consumer("device", "layer workspace", workspace)
+    tile = layout.head_rows * hidden
+    rows = min(workload.step_tokens, config.vocab_size) * hidden
+    head = tile * (3 * 4 + grad) + 3 * 8 * MIB + workload.step_tokens * hidden * 8 + rows * 12
+    yield Consumer("device", "head and embedding workspace", head)
+
+
+def _options(workload: Workload, placement: str) -> list[str]:
+    options = ["a larger offload.host_memory"]
+    if placement == "memory":
+        options.append("offload.placement=ssd")
+    if workload.micro_batch_size > 1:
+        options.append("a smaller train.micro_batch_size with more train.gradient_accumulation_steps")
+    options.append(f"a data.seq_len below {workload.seq_len}")
+    return options

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Carries out a planned sequence of stage loads ahead of the computation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from memascend_jax.errors import RunError
+from memascend_jax.training.placement import LoadedStage, Placement
+from memascend_jax.training.stage_schedule import Action, StageKey
+
+if TYPE_CHECKING:
+    import jax
+
+
+class Prefetcher:
+    """Hands out stages in the order of ``sequence`` and keeps the reads of ``actions`` ahead of it.
+
+    Use: ``arrays = prefetcher.use(key)``, dispatch the computation, ``prefetcher.advance()``. Advancing after the
+    dispatch lets the wait for a slot overlap the computation just queued. A stage whose parameters were read before
+    the last update is an error, never used.
+    """
+
+    def __init__(self, placement: Placement, sequence: Sequence[StageKey], actions: Sequence[Action]) -> None:
+        self._placement = placement
+        self._sequence = sequence
+        self._actions = actions
+        self._resident: dict[StageKey, LoadedStage] = {}
+        self._position = 0
+        self._carry_out(actions[0])
+
+    def use(self, key: StageKey) -> dict[str, jax.Array]:
+        """Waits for the stage at the current position and returns its parameters by local name.
+
+        Raises:
+            RunError: ``key`` is not the next of the sequence, or its parameters are from before an update.
+        """
+        expected = self._sequence[self._position]
+        if key != expected:
+            raise RunError(f"stage {key} was used at position {self._position}, where {expected} is planned")
+        loaded = self._resident[key]
+        if loaded.version != self._placement.version:
+            raise RunError(
+                f"stage {key} holds parameters of version {loaded.version}, "
+                f"but the current version is {self._placement.version}"
+            )
+        return loaded.arrays()
+
+    def advance(self) -> None:
+        """Moves to the next position: drops and loads what is planned before it."""
+        self._position += 1
+        if self._position < len(self._sequence):
+            self._carry_out(self._actions[self._position])
+
+    def close(self) -> None:
+        """Releases everything still resident."""
+        for loaded in self._resident.values():
+            loaded.release()
+        self._resident.clear()
+
+    def __enter__(self) -> Prefetcher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _carry_out(self, action: Action) -> None:
+        for key in action.drops:
+            self._resident.pop(key).release()
+        for key in action.loads:
+            self._resident[key] = self._placement.load(key)

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run remembers besides its tensors; committed with them, so that both are of the same step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+from memascend_jax.errors import StoreError
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """The state of a run after ``step`` steps.
+
+    The data position, the schedule and the optimizer's count are functions of the step and the config, so the step
+    is all that is kept of them.
+
+    Attributes:
+        step: steps done; 0 after initialisation.
+        config: the configuration as plain values.
+        tile_elements: the plan's tile size, which the store's tensors are cut by.
+        metrics_bytes: length of the metrics file that belongs to this step.
+        tokens: trained tokens so far.
+        results: figures that the summary needs from before an interruption, such as ``eval_loss_before``.
+    """
+
+    step: int
+    config: Mapping[str, Any]
+    tile_elements: int
+    metrics_bytes: int = 0
+    tokens: int = 0
+    results: Mapping[str, Any] = field(default_factory=dict)
+    schema: int = SCHEMA
+
+    def after(self, step: int, metrics_bytes: int, trained_tokens: int, **results: Any) -> RunState:
+        """Returns the state after one more step."""
+        return replace(
+            self,
+            step=step,
+            metrics_bytes=metrics_bytes,
+            tokens=self.tokens + trained_tokens,
+            results={**self.results, **results},
+        )
+
+    def with_results(self, **results: Any) -> RunState:
+        """Returns the same state with more results."""
+        return replace(self, results={**self.results, **results})
+
+    def encode(self) -> bytes:
+        """Returns the bytes that ``decode`` reads."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
+
+    @classmethod
+    def decode(cls, data: bytes, store: str) -> RunState:
+        """Returns the state that ``data`` holds.
+
+        Raises:
+            StoreError: the bytes are not a run's state, or a later version's.
+        """
+        try:
+            values = json.loads(data)
+            schema = values["schema"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise StoreError(
+                f"the store '{store}' holds tensors, but not a training run of this program; choose another "
+                "offload.store"
+            ) from error
+        if schema != SCHEMA:
+            raise StoreError(
+                f"the store '{store}' holds a run of state version {schema}, this program knows version {SCHEMA}; "
+                "resume it with the version that wrote it"
+            )
+        known = {item.name for item in fields(cls)}
+        return cls(**{key: value for key, value in values.items() if key in known})

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The compiled functions of a step: the model's stage functions with accumulation, rounding and norms fused in.
+
+Each is compiled once per shape. A gradient is rounded to ``grad_dtype`` where it leaves its stage, and norm² is
+computed of the rounded values, one fp32 partial per tensor. norm² is nonfinite when and only when a gradient is (or
+when it is so large that it would overflow), so it serves as the nonfinite flag too.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from memascend_jax.models.llama import LlamaStages
+
+Arrays = dict[str, jax.Array]
+
+
+class StageFunctions:
+    """Jitted stage functions of one model and gradient dtype."""
+
+    def __init__(self, stages: LlamaStages, grad_dtype: str) -> None:
+        self._stages = stages
+        self._grad_dtype = jnp.dtype(grad_dtype)
+        self.embed = jax.jit(stages.embed)
+        self.embed_backward = jax.jit(stages.embed_backward, donate_argnums=2)
+        self.layer = jax.jit(stages.layer)
+        self.layer_cached = jax.jit(stages.layer_cached, donate_argnums=(2, 3))
+        self.head_norm = jax.jit(stages.head_norm)
+        self.head_logsumexp = jax.jit(stages.head_logsumexp, donate_argnums=0)
+        self.head_loss = jax.jit(stages.head_loss)
+        self.head_carry = jax.jit(stages.head_carry, static_argnums=(0, 1))
+        self.head_choice = jax.jit(stages.head_choice, static_argnums=0)
+        self.head_argmax = jax.jit(stages.head_argmax)
+        self.take_position = jax.jit(_take_position)
+        self.layer_backward = jax.jit(
+            self._layer_backward, static_argnames="last", donate_argnames=("dy", "accumulated")
+        )
+        self.head_backward = jax.jit(self._head_backward, donate_argnames=("dxn", "accumulated"))
+        self.head_finish = jax.jit(self._head_finish, static_argnames="last", donate_argnames="accumulated")
+        self.finish_head_tile = jax.jit(self._finish_head_tile, donate_argnames=("dw", "table_rows"))
+        self.finish_rows = jax.jit(self._finish_rows)
+
+    def _layer_backward(
+        self,
+        params: Arrays,
+        x: jax.Array,
+        dy: jax.Array,
+        positions: jax.Array,
+        segments: jax.Array,
+        accumulated: Arrays | None,
+        *,
+        last: bool,
+    ) -> tuple[jax.Array, Any]:
+        """Returns ``dx`` and the fp32 sums so far, or for the last micro-batch the rounded gradients and norms²."""
+        dx, grads = self._stages.layer_backward(params, x, dy, positions, segments)
+        if accumulated is not None:
+            grads = jax.tree.map(jnp.add, accumulated, grads)
+        return dx, self._rounded(grads) if last else grads
+
+    def _rounded(self, grads: Arrays) -> tuple[Arrays, jax.Array]:
+        rounded = {name: grad.astype(self._grad_dtype) for name, grad in grads.items()}
+        return rounded, jnp.stack([_norm_squared(rounded[name]) for name in sorted(rounded)])
+
+    def _head_backward(
+        self,
+        w_tile: jax.Array,
+        xn: jax.Array,
+        labels: jax.Array,
+        weights: jax.Array,
+        carry: Any,
+        scale: jax.Array,
+        tile_start: jax.Array,
+        dxn: jax.Array,
+        accumulated: jax.Array | None,
+    ) -> tuple[jax.Array, jax.Array]:
+        dxn, dw = self._stages.head_backward(w_tile, xn, labels, weights, carry, scale, tile_start, dxn)
+        return dxn, dw if accumulated is None else accumulated + dw
+
+    def _head_finish(
+        self,
+        norm_weight: jax.Array,
+        x: jax.Array,
+        dxn: jax.Array,
+        accumulated: jax.Array | None,
+        *,
+        last: bool,
+    ) -> tuple[jax.Array, Any]:
+        dx, dnorm = self._stages.head_finish(norm_weight, x, dxn)
+        if accumulated is not None:
+            dnorm = accumulated + dnorm
+        return dx, self._rounded({"weight": dnorm}) if last else dnorm
+
+    def _finish_head_tile(
+        self, dw: jax.Array, table_rows: jax.Array | None, rows: jax.Array, tile_start: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """Returns the tile's rounded gradient, its norm², and the unrounded gradient of the rows used by the batch.
+
+        For a tied table (``table_rows`` given, ``[capacity, hidden]`` fp32) the rows that the embedding uses too are
+        taken out of the tile before rounding: their sum with the embedding's gradient is rounded once, later.
+        """
+        if table_rows is not None:
+            local = rows - tile_start
+            inside = (local >= 0) & (local < dw.shape[0])
+            taken = dw[jnp.where(inside, local, 0)]
+            table_rows = table_rows + jnp.where(inside[:, None], taken, 0.0)
+            dw = dw.at[jnp.where(inside, local, dw.shape[0])].set(0.0, mode="drop")
+        rounded = dw.astype(self._grad_dtype)
+        return rounded, _norm_squared(rounded), table_rows
+
+    def _finish_rows(self, embedded: jax.Array, table_rows: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """Returns the rounded gradient of the batch's embedding rows, ``[capacity, hidden]``, and its norm²."""
+        total = embedded if table_rows is None else embedded + table_rows
+        rounded = total.astype(self._grad_dtype)
+        return rounded, _norm_squared(rounded)
+
+
+def _take_position(x: jax.Array, position: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(x, position[:, None, None], axis=1)
+
+
+def _norm_squared(grad: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.square(grad.astype(jnp.float32)))
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def zeros(shape: tuple[int, ...], dtype: str) -> jax.Array:
+    """Returns zeros on the device; jitted, because eager creation compiles anew for every shape and call site."""
+    return jnp.zeros(shape, dtype)
