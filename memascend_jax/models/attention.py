@@ -26,8 +26,8 @@ _BY_KEYS: DotDims = (((3,), (2,)), ((0, 1), (0, 1)))
 _BY_ROWS: DotDims = (((2,), (2,)), ((0, 1), (0, 1)))
 
 
-def rotate(x: Array, positions: Array, theta: float) -> Array:
-    """Returns ``x [B, S, heads, D]`` turned by its rotary positions, in ``x``'s dtype; computed in float32.
+def rotate(x: Array, positions: Array, theta: float, precision: Precision) -> Array:
+    """Returns ``x [B, S, heads, D]`` turned by its rotary positions, computed in float32 and rounded.
 
     Halves are paired as in Hugging Face's Llama: element ``i`` with element ``i + D / 2``.
     """
@@ -36,7 +36,7 @@ def rotate(x: Array, positions: Array, theta: float) -> Array:
     angle = positions.astype(jnp.float32)[..., None, None] * frequency
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    return precision.round(jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1))
 
 
 def attend(q: Array, k: Array, v: Array, segments: Array, precision: Precision, chunk: int) -> Array:

@@ -76,7 +76,8 @@ class Attention(nnx.Module):
             proj(x).reshape(*x.shape[:2], -1, self.head_dim)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
-        return rotate(q, positions, self.theta), rotate(k, positions, self.theta), v
+        q, k = (rotate(x, positions, self.theta, self.precision) for x in (q, k))
+        return q, k, v
 
     def _join(self, heads: Array) -> Array:
         return self.o_proj(heads.reshape(*heads.shape[:2], -1))
@@ -104,12 +105,16 @@ class DecoderLayer(nnx.Module):
         self.self_attn = Attention(config, precision, attention_chunk)
         self.post_attention_layernorm = Norm(config, precision)
         self.mlp = Mlp(config, precision)
+        self.precision = precision
 
     def __call__(self, x: Array, positions: Array, segments: Array) -> Array:
-        x = x + self.self_attn(self.input_layernorm(x), positions, segments)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        x = self._add(x, self.self_attn(self.input_layernorm(x), positions, segments))
+        return self._add(x, self.mlp(self.post_attention_layernorm(x)))
 
     def cached(self, x: Array, cache_k: Array, cache_v: Array, start: Array) -> tuple[Array, Array, Array]:
         attended, cache_k, cache_v = self.self_attn.cached(self.input_layernorm(x), cache_k, cache_v, start)
-        x = x + attended
-        return x + self.mlp(self.post_attention_layernorm(x)), cache_k, cache_v
+        x = self._add(x, attended)
+        return self._add(x, self.mlp(self.post_attention_layernorm(x))), cache_k, cache_v
+
+    def _add(self, x: Array, y: Array) -> Array:
+        return self.precision.round(x.astype(jnp.float32) + y.astype(jnp.float32))

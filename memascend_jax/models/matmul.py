@@ -27,14 +27,20 @@ class Precision:
     """How this model computes: ``compute_dtype`` of activations and operands, and the way to multiply.
 
     ``upcast_operands`` widens the operands to float32 before a product. It changes no bit of an operand,
-    and is faster on processors without bfloat16 instructions.
+    and is faster on processors without bfloat16 instructions (a layer of SmolLM2 takes 0.72 of the time).
     """
 
     compute_dtype: Any
     upcast_operands: bool
 
     def round(self, x: Array) -> Array:
-        """Returns ``x`` in the compute dtype."""
+        """Returns ``x`` in the compute dtype, its values rounded even where XLA drops pairs of conversions.
+
+        Without ``reduce_precision`` XLA keeps the float32 value wherever it is widened again, so that
+        results would depend on what it happens to fuse.
+        """
+        if x.dtype == jnp.float32 and self.compute_dtype == jnp.bfloat16:
+            x = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
         return x.astype(self.compute_dtype)
 
     def dot(self, a: Array, b: Array, dims: DotDims) -> Array:
