@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <pybind11/numpy.h>
+#include <pybind11/stl.h>
+
+#include <optional>
+
+#include "bindings.hpp"
+#include "memascend/checksum.hpp"
+#include "memascend/isa.hpp"
+#include "memascend/kernels.hpp"
+#include "memascend/thread_pool.hpp"
+
+namespace memascend {
+namespace {
+
+using Column = py::array_t<std::int64_t, py::array::c_style | py::array::forcecast>;
+
+std::uint32_t checksum_of(const py::object& source, std::optional<std::uint64_t> nbytes,
+                          std::uint32_t seed) {
+  if (py::isinstance<py::int_>(source)) {
+    if (!nbytes) throw py::type_error("crc32c of an address needs nbytes");
+    if (*nbytes == 0) return seed;
+    const auto* data = pointer<std::byte>(source.cast<std::uintptr_t>(), "the data");
+    const py::gil_scoped_release without_gil;
+    return crc32c_parallel(data, *nbytes, seed);
+  }
+  Py_buffer buffer;
+  if (PyObject_GetBuffer(source.ptr(), &buffer, PyBUF_SIMPLE) != 0) throw py::error_already_set();
+  const auto length = static_cast<std::uint64_t>(buffer.len);
+  const bool fits = !nbytes || *nbytes <= length;
+  std::uint32_t crc = seed;
+  if (fits) {
+    const py::gil_scoped_release without_gil;
+    crc = crc32c_parallel(static_cast<const std::byte*>(buffer.buf), nbytes.value_or(length), seed);
+  }
+  PyBuffer_Release(&buffer);
+  if (!fits) throw py::value_error("nbytes is larger than the buffer");
+  return crc;
+}
+
+py::array_t<std::uint32_t> checksums_of(const Column& addresses, const Column& lengths) {
+  if (addresses.ndim() != 1 || lengths.ndim() != 1 || addresses.size() != lengths.size())
+    throw py::value_error("addresses and nbytes must be one-dimensional and of one length");
+  const auto count = static_cast<std::size_t>(addresses.size());
+  std::vector<const std::byte*> data(count);
+  std::vector<std::uint64_t> nbytes(count);
+  for (std::size_t i = 0; i < count; ++i) {
+    const std::int64_t length = lengths.data()[i];
+    if (length < 0) throw py::value_error("nbytes cannot be negative");
+    nbytes[i] = static_cast<std::uint64_t>(length);
+    data[i] = reinterpret_cast<const std::byte*>(addresses.data()[i]);
+    if (length > 0 && data[i] == nullptr) throw py::value_error("the data is address 0");
+  }
+  py::array_t<std::uint32_t> out(static_cast<py::ssize_t>(count));
+  std::uint32_t* values = out.mutable_data();
+  const py::gil_scoped_release without_gil;
+  crc32c_many(data.data(), nbytes.data(), values, count);
+  return out;
+}
+
+void* typed_pointer(std::uintptr_t address, FloatType type, const char* what) {
+  if (type == FloatType::kFloat32) return pointer<float>(address, what);
+  return pointer<std::uint16_t>(address, what);
+}
+
+void adamw_of(std::uintptr_t master, std::uintptr_t mu, std::uintptr_t nu, std::uintptr_t grad,
+              std::uint64_t n, const std::string& grad_dtype, std::uintptr_t param,
+              const std::string& param_dtype, double lr, double b1, double b2, double eps,
+              double weight_decay, double bias1, double bias2, double grad_scale) {
+  if (n == 0) return;
+  AdamwTile tile{};
+  tile.n = n;
+  tile.grad_type = float_type_named(grad_dtype);
+  tile.master = pointer<float>(master, "master");
+  tile.mu = pointer<float>(mu, "mu");
+  tile.nu = pointer<float>(nu, "nu");
+  tile.grad = typed_pointer(grad, tile.grad_type, "grad");
+  if (param != 0) {
+    tile.param_type = float_type_named(param_dtype);
+    tile.param = typed_pointer(param, tile.param_type, "param");
+  }
+  const py::gil_scoped_release without_gil;
+  adamw(tile, {lr, b1, b2, eps, weight_decay, bias1, bias2, grad_scale});
+}
+
+py::tuple norm_of(std::uintptr_t address, std::uint64_t n, const std::string& dtype) {
+  const FloatType type = float_type_named(dtype);
+  SquareSum result{0, false};
+  if (n > 0) {
+    const void* data = typed_pointer(address, type, "the data");
+    const py::gil_scoped_release without_gil;
+    result = norm_squared(data, type, n);
+  }
+  return py::make_tuple(result.sum, result.nonfinite);
+}
+
+}  // namespace
+
+void bind_kernels(py::module_& module) {
+  module.def("cpu_isa", [] { return isa_name(current_isa()); });
+  module.def("use_isa", &use_isa, py::arg("name"));
+  module.def("threads", [] { return kernel_pool().threads(); });
+  module.def(
+      "set_threads", [](int n) { kernel_pool().resize(n); }, py::arg("n"),
+      py::call_guard<py::gil_scoped_release>());
+
+  module.def("crc32c", &checksum_of, py::arg("source"), py::arg("nbytes") = py::none(),
+             py::arg("seed") = 0);
+  module.def("crc32c_many", &checksums_of, py::arg("addresses"), py::arg("nbytes"));
+
+  module.def(
+      "copy",
+      [](std::uintptr_t dst, std::uintptr_t src, std::uint64_t nbytes) {
+        if (nbytes == 0) return;
+        auto* to = pointer<std::byte>(dst, "the destination");
+        const auto* from = pointer<std::byte>(src, "the source");
+        const py::gil_scoped_release without_gil;
+        copy_bytes(to, from, nbytes);
+      },
+      py::arg("dst_address"), py::arg("src_address"), py::arg("nbytes"));
+
+  module.def("adamw", &adamw_of, py::kw_only(), py::arg("master"), py::arg("mu"), py::arg("nu"),
+             py::arg("grad"), py::arg("n"), py::arg("grad_dtype"), py::arg("param") = 0,
+             py::arg("param_dtype") = "", py::arg("lr"), py::arg("b1"), py::arg("b2"),
+             py::arg("eps"), py::arg("weight_decay"), py::arg("bias1"), py::arg("bias2"),
+             py::arg("grad_scale") = 1.0);
+  module.def("norm_squared", &norm_of, py::arg("address"), py::arg("n"), py::arg("dtype"));
+
+  const auto round_to_half = [](auto convert) {
+    return [convert](std::uintptr_t dst, std::uintptr_t src, std::uint64_t n) {
+      if (n == 0) return;
+      auto* to = pointer<std::uint16_t>(dst, "the destination");
+      const auto* from = pointer<float>(src, "the source");
+      const py::gil_scoped_release without_gil;
+      convert(to, from, n);
+    };
+  };
+  module.def("to_bf16", round_to_half(to_bfloat16), py::arg("dst"), py::arg("src"), py::arg("n"));
+  module.def("to_f16", round_to_half(to_float16), py::arg("dst"), py::arg("src"), py::arg("n"));
+  module.def(
+      "to_f32",
+      [](std::uintptr_t dst, std::uintptr_t src, std::uint64_t n, const std::string& src_dtype) {
+        const FloatType type = float_type_named(src_dtype);
+        if (n == 0) return;
+        auto* to = pointer<float>(dst, "the destination");
+        const void* from = typed_pointer(src, type, "the source");
+        const py::gil_scoped_release without_gil;
+        to_float32(to, from, type, n);
+      },
+      py::arg("dst"), py::arg("src"), py::arg("n"), py::arg("src_dtype"));
+}
+
+}  // namespace memascend

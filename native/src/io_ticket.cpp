@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cerrno>
+#include <utility>
+
+#include "memascend/io_engine.hpp"
+
+namespace memascend {
+
+SystemError IoFailure::error() const {
+  const bool reading = direction == Direction::kRead;
+  std::string text = std::string("cannot ") + (reading ? "read " : "write ") + grouped(nbytes) +
+                     " bytes at offset " + grouped(offset) + " of member " +
+                     std::to_string(member) + ": ";
+  if (error_number == 0) {
+    text += reading ? "the file ends after " : "the device took only ";
+    text += grouped(moved) + " of them; the file is shorter than its store says";
+    return SystemError(EIO, std::move(text), path);
+  }
+  text += errno_text(error_number);
+  if (moved > 0) text += " after " + grouped(moved) + " bytes";
+  if (const std::string remedy = io_remedy(error_number); !remedy.empty()) text += "; " + remedy;
+  return SystemError(error_number, std::move(text), path);
+}
+
+void FailureLog::add(IoFailure failure) noexcept {
+  const std::lock_guard lock(mutex_);
+  if (!first_) first_ = std::move(failure);
+}
+
+std::optional<IoFailure> FailureLog::take() noexcept {
+  const std::lock_guard lock(mutex_);
+  return std::exchange(first_, std::nullopt);
+}
+
+Ticket::Ticket(std::uint64_t nbytes, std::shared_ptr<FailureLog> log)
+    : nbytes_(nbytes), log_(std::move(log)), pending_(nbytes), done_(nbytes == 0) {}
+
+Ticket::~Ticket() {
+  if (failure_ && !observed_) log_->add(std::move(*failure_));
+}
+
+bool Ticket::wait_for(std::chrono::nanoseconds timeout) const {
+  if (done()) return true;
+  std::unique_lock lock(mutex_);
+  return ended_.wait_for(lock, timeout, [&] { return done(); });
+}
+
+void Ticket::wait() {
+  std::unique_lock lock(mutex_);
+  ended_.wait(lock, [&] { return done(); });
+  if (!failure_) return;
+  observed_ = true;
+  throw failure_->error();
+}
+
+void Ticket::progress(std::uint64_t nbytes) noexcept {
+  pending_ -= nbytes;
+  if (pending_ == 0) finish();
+}
+
+// The first failure counts; what follows it is often its consequence.
+void Ticket::fail(IoFailure failure) noexcept {
+  if (!failure_) failure_ = std::move(failure);
+}
+
+void Ticket::finish() noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    done_.store(true, std::memory_order_release);
+  }
+  ended_.notify_all();
+}
+
+}  // namespace memascend
