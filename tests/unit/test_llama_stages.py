@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import llama_oracle
 import numpy as np
 import pytest
-from oracles import plain_llama
 
 from memascend_jax.errors import MachineError
 from memascend_jax.models import losses
@@ -109,13 +109,13 @@ def assert_close(got, expected, name=""):
 )
 def test_every_gradient_equals_that_of_the_plain_model(tied, tile_rows, monkeypatch):
     monkeypatch.setattr(losses, "CHUNK_BYTES", 4 * tile_rows * 17)  # two chunks of tokens, the last padded
-    config = plain_llama.tiny_config(tied=tied)
-    params, batch = plain_llama.random_params(config), example(config)
+    config = llama_oracle.tiny_config(tied=tied)
+    params, batch = llama_oracle.random_params(config), example(config)
     stages = LlamaStages(config, "float32", attention_chunk=4)
     loss, grads = stage_loss_and_grads(stages, params, batch, tile_rows=tile_rows, scale=0.25)
 
     def objective(p):
-        return 0.25 * plain_llama.plain_loss(config, p, *batch)
+        return 0.25 * llama_oracle.plain_loss(config, p, *batch)
 
     expected_loss, expected = jax.jit(jax.value_and_grad(objective))(params)
     np.testing.assert_allclose(0.25 * loss, expected_loss, rtol=1e-6)
@@ -126,13 +126,13 @@ def test_every_gradient_equals_that_of_the_plain_model(tied, tile_rows, monkeypa
 
 
 def test_bfloat16_gradients_are_float32_and_near_those_of_float32():
-    config = plain_llama.tiny_config(tied=True)
-    params, batch = plain_llama.random_params(config), example(config)
+    config = llama_oracle.tiny_config(tied=True)
+    params, batch = llama_oracle.random_params(config), example(config)
     stored = {name: value.astype(jnp.bfloat16) for name, value in params.items()}
     stages = LlamaStages(config, "bfloat16", attention_chunk=4)
     loss, grads = stage_loss_and_grads(stages, stored, batch, tile_rows=25, scale=1.0)
     exact = {name: value.astype(jnp.float32) for name, value in stored.items()}
-    plain = jax.jit(jax.value_and_grad(lambda p: plain_llama.plain_loss(config, p, *batch)))
+    plain = jax.jit(jax.value_and_grad(lambda p: llama_oracle.plain_loss(config, p, *batch)))
     expected_loss, expected = plain(exact)
     np.testing.assert_allclose(loss, expected_loss, rtol=0.01)
     for name, value in expected.items():
@@ -144,8 +144,8 @@ def test_bfloat16_gradients_are_float32_and_near_those_of_float32():
 
 def layer_example(dtype, seed=1):
     """One layer's parameters, an input, a gradient of the output, positions and segments."""
-    config = plain_llama.tiny_config(tied=True)
-    params = plain_llama.random_params(config)
+    config = llama_oracle.tiny_config(tied=True)
+    params = llama_oracle.random_params(config)
     local = {name: params[layer_tensor_name(0, name)].astype(dtype) for name in layer_shapes(config)}
     *_, positions, segments = example(config)
     keys = jax.random.split(jax.random.key(seed))
@@ -180,12 +180,12 @@ def test_compiling_drops_no_rounding(upcast):
 def test_layer_does_not_depend_on_the_attention_chunk(chunk):
     config, local, x, _, positions, segments = layer_example(jnp.float32)
     got = jax.jit(LlamaStages(config, "float32", attention_chunk=chunk).layer)(local, x, positions, segments)
-    assert_close(got, plain_llama.plain_layer(config, local, x, positions, segments))
+    assert_close(got, llama_oracle.plain_layer(config, local, x, positions, segments))
 
 
 def test_layers_of_one_shape_share_an_executable():
-    config = plain_llama.tiny_config(tied=True)
-    params = plain_llama.random_params(config)
+    config = llama_oracle.tiny_config(tied=True)
+    params = llama_oracle.random_params(config)
     *_, positions, segments = example(config)
     stages = LlamaStages(config, "float32")
     traces = []
