@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much disk a store takes: pure arithmetic, used before anything is created and by the planner."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from memascend_jax.errors import StoreError
+from memascend_jax.storage.catalog import HEADER_BYTES
+from memascend_jax.storage.layout import Geometry, check_block_bytes, plan_geometry
+from memascend_jax.storage.spec import TensorLayout, TensorSpec, layouts_of
+from memascend_jax.storage.superblock import Durability
+from memascend_jax.units import KIB, MIB, parse_bytes, round_up
+
+#: Room in every catalog for the run state and for tensors declared later.
+_SPARE_CATALOG_BYTES = 256 * KIB
+#: Bytes of catalog per tensor besides its name: record, shape, slice, padding.
+_TENSOR_RECORD_BYTES = 512
+_MAX_GUESSED_CATALOG_BYTES = 64 * MIB
+
+
+def bytes_needed(
+    specs: Sequence[TensorSpec],
+    scratch_bytes: int = 0,
+    durability: Durability = "step",
+    *,
+    block_bytes: int = 4096,
+    weights: Sequence[int] = (1,),
+    catalog_bytes: int | None = None,
+) -> int:
+    """Returns the bytes on disk, all members together, of a store created for ``specs`` and ``scratch_bytes``."""
+    geometry = plan_store(
+        layouts_of(specs, block_bytes),
+        capacity=None,
+        scratch_bytes=scratch_bytes,
+        durability=durability,
+        block_bytes=block_bytes,
+        weights=weights,
+        catalog_bytes=catalog_bytes,
+        members=len(weights),
+    )
+    return geometry.total_bytes()
+
+
+def data_bytes_needed(layouts: Iterable[TensorLayout], durability: Durability) -> int:
+    """Returns the bytes of all places of all tensors."""
+    return sum(
+        layout.place_bytes * (2 if durability == "step" and layout.spec.mutable else 1) for layout in layouts
+    )
+
+
+def plan_store(
+    layouts: Sequence[TensorLayout],
+    *,
+    capacity: int | str | None,
+    scratch_bytes: int,
+    durability: Durability,
+    block_bytes: int,
+    weights: Sequence[int],
+    catalog_bytes: int | None,
+    members: int,
+) -> Geometry:
+    """Returns the geometry of a store with room for ``layouts`` and scratch.
+
+    Raises:
+        StoreError: the capacity is too small, or an argument is out of range.
+    """
+    check_block_bytes(block_bytes)
+    if durability not in ("step", "checkpoint"):
+        raise StoreError(f"durability must be 'step' or 'checkpoint', got {durability!r}")
+    if len(weights) != members:
+        raise StoreError(f"{len(weights)} weights for {members} members; give one weight per path")
+    if scratch_bytes < 0:
+        raise StoreError(f"scratch_bytes cannot be negative, got {scratch_bytes:,}")
+    needed = data_bytes_needed(layouts, durability) + round_up(scratch_bytes, block_bytes)
+    room = needed if capacity is None else _parsed(capacity)
+    if capacity is not None and room < needed:
+        raise StoreError(
+            f"a capacity of {room:,} bytes is too small: the tensors take {needed - scratch_bytes:,} bytes in "
+            f"durability '{durability}', scratch {scratch_bytes:,}; give at least {needed:,}"
+        )
+    return plan_geometry(
+        capacity_bytes=room,
+        scratch_bytes=scratch_bytes,
+        catalog_bytes=_catalog_room(layouts, room, capacity is None)
+        if catalog_bytes is None
+        else catalog_bytes,
+        block_bytes=block_bytes,
+        weights=weights,
+    )
+
+
+def _catalog_room(layouts: Sequence[TensorLayout], capacity: int, exact: bool) -> int:
+    """Twice what the known tensors take; for tensors to come, a checksum for every block of the capacity."""
+    names = sum(len(layout.spec.name.encode()) + _TENSOR_RECORD_BYTES for layout in layouts)
+    known = HEADER_BYTES + names + sum(9 * layout.tiles + 4 * layout.units for layout in layouts)
+    guessed = 0 if exact else min(capacity // KIB, _MAX_GUESSED_CATALOG_BYTES)
+    return 2 * known + guessed + _SPARE_CATALOG_BYTES
+
+
+def _parsed(capacity: int | str) -> int:
+    try:
+        return parse_bytes(capacity)
+    except ValueError as error:
+        raise StoreError(f"capacity: {error}") from None

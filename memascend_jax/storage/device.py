@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Opens what a path names, a block device or a regular file, behind the guards that keep a user's data safe.
+
+What is refused here, before a byte is written: mounted or claimed devices, foreign data, files of another kind,
+file systems without O_DIRECT or made of memory, a second process, short devices, full disks.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from memascend_jax.errors import StoreError
+from memascend_jax.storage import filesystem, signatures
+from memascend_jax.storage.store_errors import StoreIOError
+from memascend_jax.storage.superblock import MAGIC
+from memascend_jax.units import format_bytes
+
+DirectIo = Literal["required", "optional", "off"]
+PathLike = str | os.PathLike[str]
+DEFAULT_FILE_NAME = "memascend.store"
+#: A killed process keeps its lock until the kernel has finished its I/O in flight.
+LOCK_TIMEOUT_S = 3.0
+
+
+@dataclass(slots=True)
+class Member:
+    """One open member. ``created``: the file did not exist before; ``notes``: what the user should know."""
+
+    path: str
+    fd: int
+    is_block_device: bool
+    nbytes: int
+    direct: bool
+    file_system: str
+    created: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    def close(self) -> None:
+        """Closes the descriptor, which releases the lock."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def resolve_paths(paths: PathLike | Sequence[PathLike]) -> list[str]:
+    """Returns the member paths that ``paths`` name; a directory stands for ``memascend.store`` in it.
+
+    Raises:
+        StoreError: no path, or two that name the same file.
+    """
+    listed: Iterable[PathLike] = [paths] if isinstance(paths, (str, os.PathLike)) else paths
+    resolved = []
+    for path in listed:
+        text = os.fspath(path)
+        resolved.append(str(Path(text) / DEFAULT_FILE_NAME) if Path(text).is_dir() else text)
+    if not resolved:
+        raise StoreError("a store needs at least one path: a directory, a file or a block device")
+    seen: dict[str, str] = {}
+    for path in resolved:
+        real = os.path.realpath(path)
+        if real in seen:
+            raise StoreError(f"'{path}' and '{seen[real]}' are the same file; each member needs its own")
+        seen[real] = path
+    return resolved
+
+
+def open_member(path: str, *, read_only: bool, direct_io: DirectIo) -> Member:
+    """Opens an existing member and locks it.
+
+    Raises:
+        StoreError: the path is missing, neither file nor device, in use, mounted, or cannot do what
+            ``direct_io`` asks.
+    """
+    status = _stat(path)
+    if status is None:
+        raise StoreError(
+            f"cannot open store '{path}': no such file; check the path, or create the store there first"
+        )
+    return _open_checked(path, status, os.O_RDONLY if read_only else os.O_RDWR, direct_io)
+
+
+def create_member(path: str, *, direct_io: DirectIo) -> Member:
+    """Opens ``path`` to become a member: an existing file or device as it is, else a new empty file (0600).
+
+    Nothing is written yet; ``existing_contents`` tells what is there.
+    """
+    status = _stat(path)
+    if status is not None:
+        return _open_checked(path, status, os.O_RDWR, direct_io)
+    parent = Path(path).parent
+    if path.endswith("/") or not parent.is_dir():
+        missing = path if path.endswith("/") else parent
+        raise StoreError(
+            f"cannot create a store at '{path}': the directory '{missing}' does not exist; create it, or mount "
+            "the disk that it should be on"
+        )
+    member = _open_checked(path, None, os.O_RDWR | os.O_CREAT | os.O_EXCL, direct_io)
+    if member.file_system in filesystem.COPY_ON_WRITE and not filesystem.set_no_copy_on_write(member.fd):
+        member.notes.append(
+            f"'{path}' is on {member.file_system}, which writes changes to new places: the reserved space does "
+            "not protect against a disk that fills up later"
+        )
+    return member
+
+
+def existing_contents(member: Member) -> str | None:
+    """Returns None when the member is empty or blank, ``"store"`` for a (damaged or unfinished) store of this
+    program, else what foreign data was found."""
+    if member.nbytes == 0:
+        return None
+    try:
+        with open(member.path, "rb", buffering=0) as raw:
+            head = raw.read(signatures.HEAD_BYTES)
+            raw.seek(max(member.nbytes - signatures.TAIL_BYTES, 0))
+            tail = raw.read(signatures.TAIL_BYTES)
+    except OSError as error:
+        raise StoreIOError.of("read", member.path, error, "check the device") from error
+    if head.startswith(MAGIC) or head[64 * 1024 :].startswith(MAGIC):
+        return "store"
+    # A regular file is the user's, whatever is in it; a device is judged by what it shows.
+    found = signatures.foreign_signature(head, tail)
+    return found if member.is_block_device or found is not None else "a file of zeros"
+
+
+def reserve_space(member: Member, needed: int) -> None:
+    """Makes sure that the member holds ``needed`` bytes.
+
+    Raises:
+        StoreError: the device is too short, the disk is full, or the file system cannot reserve.
+    """
+    if member.is_block_device:
+        check_length(member, needed)
+        return
+    free = os.fstatvfs(member.fd)
+    available = free.f_bavail * free.f_frsize
+    held = os.fstat(member.fd).st_blocks * 512
+    if needed - min(held, needed) > available:
+        raise _full(member, needed, available, None)
+    before = os.fstat(member.fd).st_size
+    try:
+        filesystem.reserve(member.fd, needed)
+        if before > needed:
+            os.ftruncate(member.fd, needed)
+    except OSError as error:
+        _shrink_back(member, before)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise _full(member, needed, available, error) from error
+        remedy = (
+            f"the file system ({member.file_system}) cannot reserve space; use ext4, xfs or a block device"
+        )
+        raise StoreIOError.of(f"reserve {needed:,} bytes for", member.path, error, remedy) from error
+    member.nbytes = needed
+
+
+def check_length(member: Member, needed: int) -> None:
+    """Raises ``StoreError`` when the member is shorter than the ``needed`` bytes of its store."""
+    if member.nbytes < needed:
+        kind = "device" if member.is_block_device else "file"
+        raise StoreError(
+            f"'{member.path}' has {member.nbytes:,} bytes, the store needs {needed:,} "
+            f"({format_bytes(needed - member.nbytes)} more); the {kind} is too small or was truncated"
+        )
+
+
+def _open_checked(path: str, status: os.stat_result | None, flags: int, direct_io: DirectIo) -> Member:
+    is_block = status is not None and stat.S_ISBLK(status.st_mode)
+    if status is not None and not is_block and not stat.S_ISREG(status.st_mode):
+        raise StoreError(f"'{path}' is neither a regular file nor a block device; give one of these")
+    # Without O_CREAT, O_EXCL asks the kernel for a device that nobody has mounted or claimed.
+    flags |= os.O_CLOEXEC | (os.O_EXCL if is_block else 0)
+    fd, direct, notes = _open_direct(path, flags, direct_io)
+    created = bool(flags & os.O_CREAT)
+    try:
+        member = Member(
+            path, fd, is_block, os.lseek(fd, 0, os.SEEK_END), direct, "block device", created, notes
+        )
+        if not is_block:
+            member.file_system = filesystem.file_system(fd)
+            _check_not_memory(member, direct_io)
+        _lock(member, shared=flags & os.O_ACCMODE == os.O_RDONLY)
+    except BaseException:
+        os.close(fd)
+        if created:
+            Path(path).unlink(missing_ok=True)
+        raise
+    return member
+
+
+def _open_direct(path: str, flags: int, direct_io: DirectIo) -> tuple[int, bool, list[str]]:
+    if direct_io == "off":
+        return _open(path, flags), False, []
+    try:
+        return _open(path, flags | os.O_DIRECT), True, []
+    except StoreIOError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        if flags & os.O_CREAT:
+            # The kernel creates the file before it finds that it cannot open it so.
+            Path(path).unlink(missing_ok=True)
+        if direct_io == "required":
+            raise StoreIOError(
+                f"cannot open '{path}' with O_DIRECT: {error.strerror} [EINVAL]; its file system cannot bypass "
+                "the page cache: use a local disk (ext4, xfs, btrfs) or a block device, or allow buffered I/O "
+                "with direct_io=optional",
+                errno.EINVAL,
+                path,
+            ) from error
+    return (
+        _open(path, flags),
+        False,
+        [f"'{path}' cannot do O_DIRECT: reads and writes go through the page cache"],
+    )
+
+
+def _open(path: str, flags: int) -> int:
+    try:
+        return os.open(path, flags, 0o600)
+    except OSError as error:
+        remedies = {
+            errno.EBUSY: "it is mounted, or in use by RAID, LVM, swap or another program: release it, or give "
+            "another device",
+            errno.EACCES: "give a path that this user may write, or open the store read-only",
+            errno.EPERM: "give a path that this user may write, or open the store read-only",
+            errno.EROFS: "the file system is read-only: give another path, or open the store read-only",
+            errno.ENOSPC: "the disk is full: free space or give another path",
+        }
+        remedy = remedies.get(error.errno or 0, "check the path")
+        raise StoreIOError.of("open store", path, error, remedy) from error
+
+
+def _check_not_memory(member: Member, direct_io: DirectIo) -> None:
+    if member.file_system in filesystem.IN_MEMORY and direct_io == "required":
+        raise StoreError(
+            f"'{member.path}' is on {member.file_system}, which is memory, not a disk; give a path on an SSD, or "
+            "allow it with direct_io=optional"
+        )
+    if member.file_system in filesystem.IN_MEMORY:
+        member.direct = False
+        member.notes.append(f"'{member.path}' is on {member.file_system}: the store takes memory, not disk")
+
+
+def _lock(member: Member, shared: bool) -> None:
+    deadline = time.monotonic() + LOCK_TIMEOUT_S
+    while True:
+        try:
+            fcntl.flock(member.fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            holder = filesystem.lock_holder(member.fd)
+            alive = holder is not None and Path(f"/proc/{holder}/exe").exists()
+            if alive or time.monotonic() > deadline:
+                who = f"process {holder}" if holder else "another process"
+                raise StoreError(
+                    f"store '{member.path}' is in use by {who}; close it there first, one process per store"
+                ) from None
+            time.sleep(0.02)
+        except OSError as error:
+            raise StoreIOError.of("lock store", member.path, error, "its file system cannot lock") from error
+
+
+def _stat(path: str) -> os.stat_result | None:
+    try:
+        return Path(path).stat()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StoreIOError.of("open store", path, error, "check the path and its permissions") from error
+
+
+def _shrink_back(member: Member, nbytes: int) -> None:
+    if os.fstat(member.fd).st_size > nbytes:
+        os.ftruncate(member.fd, nbytes)
+
+
+def _full(member: Member, needed: int, available: int, error: OSError | None) -> StoreIOError:
+    code = errno.ENOSPC if error is None or error.errno is None else error.errno
+    return StoreIOError(
+        f"cannot reserve {needed:,} bytes ({format_bytes(needed)}) for store '{member.path}': {available:,} bytes "
+        f"({format_bytes(available)}) are free; free space, give another path, or make the store smaller",
+        code,
+        member.path,
+    )

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the store asks of an I/O engine, the native engine behind it, and memory that direct I/O may use."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Int64Array = npt.NDArray[np.int64]
+
+
+class EngineTicket(Protocol):
+    """I/O in flight. ``wait`` raises ``OSError`` with errno when any part of it failed."""
+
+    def wait(self) -> None: ...
+    def done(self) -> bool: ...
+
+
+class Engine(Protocol):
+    """Moves segments, int64 ``[n, 4]`` of (member, offset, address, nbytes), between members and memory."""
+
+    @property
+    def backend(self) -> str: ...
+    @property
+    def backend_reason(self) -> str: ...
+    def submit_read(self, segments: Int64Array, keepalive: object = None) -> EngineTicket: ...
+    def submit_write(self, segments: Int64Array, keepalive: object = None) -> EngineTicket: ...
+    def flush(self) -> None: ...
+    def counters(self) -> Mapping[str, Any]: ...
+    def close(self) -> None: ...
+
+
+EngineFactory = Callable[[Sequence[int]], Engine]
+
+
+def native_engine(
+    fds: Sequence[int],
+    *,
+    backend: str = "auto",
+    queue_depth: int = 32,
+    request_bytes: int = 1 << 20,
+    regions: Sequence[tuple[int, int]] = (),
+) -> Engine:
+    """Returns the engine of the native core over ``fds``; the caller keeps and closes the descriptors."""
+    from memascend_jax._native import _core
+
+    engine: Engine = _core.IoEngine(
+        list(fds),
+        backend=backend,
+        queue_depth=queue_depth,
+        request_bytes=request_bytes,
+        regions=list(regions),
+    )
+    return engine
+
+
+def aligned_buffer(nbytes: int) -> npt.NDArray[np.uint8]:
+    """Returns ``nbytes`` of zeroed page-aligned memory, given back to the system with the array."""
+    return np.frombuffer(mmap.mmap(-1, max(nbytes, 1)), np.uint8)[:nbytes]
+
+
+def address_of(array: npt.NDArray[Any]) -> int:
+    """Returns where the array's first element lies."""
+    return int(array.__array_interface__["data"][0])

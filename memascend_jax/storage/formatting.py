@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns paths into the members of a new store, and finds the members of an existing one."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+import uuid
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from memascend_jax.errors import StoreError
+from memascend_jax.storage import device, filesystem, signatures
+from memascend_jax.storage.checksum import crc32c_bytes
+from memascend_jax.storage.device import DirectIo, Member
+from memascend_jax.storage.engine import EngineFactory, aligned_buffer
+from memascend_jax.storage.layout import (
+    CATALOG_OFFSET,
+    MAX_BLOCK_BYTES,
+    SESSION_OFFSET,
+    SUPERBLOCK_OFFSETS,
+    Geometry,
+)
+from memascend_jax.storage.store_errors import StoreIOError
+from memascend_jax.storage.superblock import MAGIC, Durability, Superblock, decode_session, decode_superblock
+from memascend_jax.storage.volume import Volume
+
+
+def create_volume(
+    paths: Sequence[str],
+    geometry: Geometry,
+    durability: Durability,
+    *,
+    direct_io: DirectIo,
+    make_engine: EngineFactory,
+    overwrite: bool,
+    erase_foreign_data: bool | Collection[str],
+) -> Volume:
+    """Returns a volume whose space is reserved and whose superblocks say *being created*.
+
+    Every path is checked before the first byte is written to any. On failure, files that did not exist before
+    are removed and the others are closed.
+
+    Raises:
+        StoreError: a path that must not or cannot become a member; the message says which and why.
+    """
+    members: list[Member] = []
+    volume: Volume | None = None
+    try:
+        for path in paths:
+            members.append(device.create_member(path, direct_io=direct_io))
+            _check_sector(members[-1], geometry.block_bytes)
+        contents = [device.existing_contents(member) for member in members]
+        _check_may_format(members, contents, overwrite, erase_foreign_data)
+        for index, member in enumerate(members):
+            device.reserve_space(member, geometry.member_bytes(index))
+        superblock = Superblock(uuid.uuid4().bytes, 0, geometry, durability, time.time(), ready=False)
+        volume = Volume(members, superblock, make_engine)
+        _erase(volume, contents)
+        volume.write_superblocks(superblock)
+        volume.flush()
+        _check_reads_back(volume)
+    except BaseException:
+        abandon(members, volume)
+        raise
+    return volume
+
+
+def abandon(members: Sequence[Member], volume: Volume | None) -> None:
+    """Closes what a failed create has opened, and removes the files that it made."""
+    if volume is not None:
+        volume.engine.close()
+    for member in members:
+        if member.created:
+            Path(member.path).unlink(missing_ok=True)
+        member.close()
+
+
+def open_volume(
+    paths: Sequence[str], *, read_only: bool, direct_io: DirectIo, make_engine: EngineFactory
+) -> Volume:
+    """Returns the volume of an existing store, its members in the order of their index whatever that of ``paths``.
+
+    Raises:
+        StoreError: not a store, an unfinished one, members missing, repeated, foreign or too short.
+    """
+    members: list[Member] = []
+    try:
+        found = []
+        for path in paths:
+            members.append(device.open_member(path, read_only=read_only, direct_io=direct_io))
+            found.append(_read_superblock(members[-1]))
+        _check_set(members, found)
+        order = sorted(range(len(members)), key=lambda index: found[index].member)
+        members = [members[index] for index in order]
+        geometry = found[0].geometry
+        for index, member in enumerate(members):
+            device.check_length(member, geometry.member_bytes(index))
+            _check_sector(member, geometry.block_bytes)
+        return Volume(members, found[order[0]], make_engine)
+    except BaseException:
+        for member in members:
+            member.close()
+        raise
+
+
+def superblocks_intact(volume: Volume) -> bool:
+    """Returns whether every copy of every superblock is whole."""
+    return all(len(_decoded_copies(member)) == len(SUPERBLOCK_OFFSETS) for member in volume.members)
+
+
+def read_session(volume: Volume) -> tuple[int, bool]:
+    """Returns (the last session, whether its writer closed every member)."""
+    marks = [
+        decode_session(
+            volume.read_metadata(member, SESSION_OFFSET, volume.geometry.block_bytes).tobytes(),
+            volume.superblock.store_id,
+            crc32c_bytes,
+        )
+        for member in range(len(volume.members))
+    ]
+    sessions = {session for session, _ in marks}
+    return max(sessions), len(sessions) == 1 and all(closed for _, closed in marks)
+
+
+def is_member(path: str) -> bool:
+    """Returns whether ``path`` holds the superblock of a store, damaged or not."""
+    try:
+        with open(path, "rb", buffering=0) as raw:
+            return any(_starts_with_magic(raw.fileno(), offset) for offset in SUPERBLOCK_OFFSETS)
+    except OSError:
+        return False
+
+
+def _starts_with_magic(fd: int, offset: int) -> bool:
+    return os.pread(fd, len(MAGIC), offset) == MAGIC
+
+
+def _check_may_format(
+    members: Sequence[Member],
+    contents: Sequence[str | None],
+    overwrite: bool,
+    erase: bool | Collection[str],
+) -> None:
+    stores = {
+        member.path: _decoded_copies(member)
+        for member, found in zip(members, contents, strict=True)
+        if found == "store"
+    }
+    # What an interrupted create left on any member makes the others of the same store worthless too.
+    unfinished = {copy.store_id for copies in stores.values() for copy in copies if not copy.ready}
+    for member, found in zip(members, contents, strict=True):
+        if found is None:
+            continue
+        if found != "store":
+            if erase is True or (erase is not False and member.path in erase):
+                continue
+            raise StoreError(
+                f"cannot create a store on '{member.path}': it holds {found}; give another path, or erase it "
+                "for good with erase_foreign_data (--erase-foreign-data) naming it"
+            )
+        copies = stores[member.path]
+        worthless = bool(copies) and all(copy.store_id in unfinished for copy in copies)
+        if not overwrite and not worthless:
+            raise StoreError(
+                f"cannot create a store at '{member.path}': there is one already; open it, give another path, "
+                "or replace it for good with overwrite=True"
+            )
+
+
+def _check_sector(member: Member, block_bytes: int) -> None:
+    if not member.is_block_device:
+        return
+    sector = filesystem.sector_bytes(member.fd)
+    if block_bytes % sector:
+        raise StoreError(
+            f"'{member.path}' has sectors of {sector:,} bytes, the store's blocks are {block_bytes:,} bytes; "
+            f"create the store with block_bytes={sector} or a multiple"
+        )
+
+
+def _erase(volume: Volume, contents: Sequence[str | None]) -> None:
+    """Removes every trace of what was there: a later probe must see this store and nothing else."""
+    geometry = volume.geometry
+    zeros = aligned_buffer(CATALOG_OFFSET)
+    for index, member in enumerate(volume.members):
+        if member.is_block_device:
+            filesystem.discard(member.fd, 0, member.nbytes - member.nbytes % MAX_BLOCK_BYTES)
+        if contents[index] is not None:
+            volume.write_metadata([(index, 0, zeros)])
+            tail = member.nbytes // MAX_BLOCK_BYTES * MAX_BLOCK_BYTES - signatures.TAIL_BYTES
+            if member.is_block_device and tail > 0:
+                volume.write_metadata([(index, tail, zeros[: signatures.TAIL_BYTES])])
+        blank = zeros[: geometry.block_bytes]
+        volume.write_metadata([(index, geometry.catalog_slot(slot), blank) for slot in (0, 1)])
+
+
+def _check_reads_back(volume: Volume) -> None:
+    """The real aligned write and read: what a file system merely claims is found out here."""
+    for index, member in enumerate(volume.members):
+        raw = volume.read_metadata(index, 0, volume.geometry.block_bytes).tobytes()
+        expected = volume.superblock_of(volume.superblock, index)
+        if decode_superblock(raw, member.path, crc32c_bytes) != expected:
+            raise StoreError(
+                f"'{member.path}' did not return what was just written to it; the device or file system is faulty"
+            )
+
+
+def _superblock_copies(member: Member) -> list[bytes]:
+    """Returns what lies where the two superblocks are, short at the end of the member."""
+    copies = []
+    for offset in SUPERBLOCK_OFFSETS:
+        into = aligned_buffer(MAX_BLOCK_BYTES)
+        try:
+            got = os.preadv(member.fd, [into.data], offset)
+        except OSError as error:
+            remedy = "check the disk, or allow buffered I/O with direct_io=optional"
+            raise StoreIOError.of("read the superblock of", member.path, error, remedy) from error
+        copies.append(into[:got].tobytes())
+    return copies
+
+
+def _decoded_copies(member: Member) -> list[Superblock]:
+    """Returns the copies of the superblock that are whole, none to two."""
+    decoded = (decode_superblock(raw, member.path, crc32c_bytes) for raw in _superblock_copies(member))
+    return [superblock for superblock in decoded if superblock is not None]
+
+
+def _read_superblock(member: Member) -> Superblock:
+    valid = _decoded_copies(member)
+    if not valid:
+        if is_member(member.path):
+            raise StoreError(
+                f"cannot open '{member.path}': both copies of its superblock are damaged; restore the store from "
+                "a checkpoint into a new one"
+            )
+        raise StoreError(f"cannot open '{member.path}': it is not a memascend store; check the path")
+    if not all(superblock.ready for superblock in valid):
+        raise StoreError(
+            f"cannot open '{member.path}': its creation was interrupted and it holds nothing; create the store again"
+        )
+    if any(superblock != valid[0] for superblock in valid):
+        raise StoreError(
+            f"cannot open '{member.path}': the two copies of its superblock differ; it was written by two stores, "
+            "restore it from a checkpoint into a new one"
+        )
+    return valid[0]
+
+
+def _check_set(members: Sequence[Member], found: Sequence[Superblock]) -> None:
+    first = found[0]
+    for member, superblock in zip(members, found, strict=True):
+        if superblock.store_id != first.store_id:
+            raise StoreError(
+                f"'{member.path}' belongs to another store ({superblock.store_id.hex()}) than '{members[0].path}' "
+                f"({first.store_id.hex()}); give the members of one store"
+            )
+        if dataclasses.replace(superblock, member=first.member) != first:
+            raise StoreError(
+                f"the superblocks of '{member.path}' and '{members[0].path}' contradict each other"
+            )
+    count = len(first.geometry.weights)
+    present = [superblock.member for superblock in found]
+    missing = sorted(set(range(count)) - set(present))
+    if missing or len(present) != count:
+        raise StoreError(
+            f"the store of '{members[0].path}' has {count} members, {len(set(present))} of them were given; missing: "
+            f"member {', '.join(map(str, missing)) or 'none, one is given twice'}; give the path of each member"
+        )

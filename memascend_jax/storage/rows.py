@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scattered rows of a tensor in one call: the blocks that hold them are read once, checked, and copied apart.
+
+Rows need not be a multiple of the block (a row of 576 bfloat16 is 1,152 bytes), so rows share blocks and lie
+across them; traffic counts whole checksum units, each of which is read once however many rows want it.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from memascend_jax.dtypes import to_dtype
+from memascend_jax.errors import StoreError
+from memascend_jax.storage.batch import Requests, Span, checked_rows
+from memascend_jax.storage.bounce import Bounce
+from memascend_jax.storage.engine import Int64Array, address_of
+from memascend_jax.storage.tile_io import Ticket, TileIo
+from memascend_jax.storage.tile_table import StoredTensor
+from memascend_jax.units import round_up
+
+
+class _Piece(NamedTuple):
+    """Rows ``[begin, end)`` in disk order, and the runs of units that hold them."""
+
+    begin: int
+    end: int
+    units: Int64Array
+
+
+def read_rows(
+    io: TileIo, bounce: Bounce, tensor: StoredTensor, rows: npt.NDArray[np.int64], out: npt.NDArray[Any]
+) -> None:
+    """Fills ``out[i]`` with row ``rows[i]``; see ``TensorStore.read_rows``."""
+    rows = checked_rows(tensor, rows)
+    row_bytes = tensor.layout.row_bytes
+    _check_out(tensor, len(rows), out)
+    if len(rows) == 0 or row_bytes == 0:
+        return
+    order = np.argsort(rows, kind="stable")
+    starts = rows[order] * row_bytes
+    target = out.reshape(len(rows), -1).view(np.uint8)
+    unit = tensor.layout.unit_bytes or tensor.layout.block_bytes
+    with bounce.lock:
+        if round_up(row_bytes, unit) + unit > bounce.half_bytes:
+            raise StoreError(
+                f"cannot read rows of {row_bytes:,} bytes of tensor '{tensor.name}' through {bounce.half_bytes:,} "
+                "bytes of bounce memory; open the store with more bounce_bytes"
+            )
+        waiting: tuple[_Piece, Ticket, npt.NDArray[np.uint8]] | None = None
+        for turn, piece in enumerate(_pieces(starts, row_bytes, unit, bounce.half_bytes)):
+            half = bounce.half(turn)
+            ticket = _submit(io, tensor, piece.units, unit, half)
+            if waiting is not None:
+                _scatter(waiting, starts, order, row_bytes, unit, target)
+            waiting = (piece, ticket, half)
+        if waiting is not None:
+            _scatter(waiting, starts, order, row_bytes, unit, target)
+
+
+def _pieces(starts: Int64Array, row_bytes: int, unit: int, room: int) -> list[_Piece]:
+    """Cuts the sorted rows into pieces whose distinct units fit ``room`` bytes."""
+    first, last = starts // unit, (starts + row_bytes - 1) // unit
+    # New units that each row adds to those of the rows before it.
+    seen = np.concatenate(([-1], np.maximum.accumulate(last)[:-1]))
+    added = np.maximum(last - np.maximum(first - 1, seen), 0)
+    total = np.cumsum(added)
+    width = int((last - first).max()) + 1
+    per_piece = max(room // unit - width, 1)
+    bounds = [0, *(np.flatnonzero(np.diff((total - 1) // per_piece)) + 1).tolist(), len(starts)]
+    return [
+        _Piece(begin, end, _distinct_units(first[begin:end], last[begin:end]))
+        for begin, end in pairwise(bounds)
+        if end > begin
+    ]
+
+
+def _distinct_units(first: Int64Array, last: Int64Array) -> Int64Array:
+    counts = last - first + 1
+    source = np.repeat(np.arange(len(first)), counts)
+    step = np.arange(len(source)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.unique(first[source] + step)
+
+
+def _submit(
+    io: TileIo, tensor: StoredTensor, units: Int64Array, unit: int, half: npt.NDArray[np.uint8]
+) -> Ticket:
+    """Starts reading ``units`` to the start of ``half``, runs of neighbours as one request, and their check."""
+    layout = tensor.layout
+    breaks = np.flatnonzero(np.diff(units) != 1) + 1
+    begins = np.concatenate(([0], breaks))
+    ends = np.concatenate((breaks, [len(units)]))
+    requests = Requests()
+    base = address_of(half)
+    for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
+        offset = int(units[begin]) * unit
+        disk_bytes = min((end - begin) * unit, layout.place_bytes - offset)
+        nbytes = min(disk_bytes, layout.nbytes - offset)
+        tiles = offset // layout.tile_bytes, (offset + nbytes - 1) // layout.tile_bytes + 1
+        requests.reads.append((tensor, Span(*tiles, offset, nbytes, disk_bytes), base + begin * unit))
+    return io.submit(requests, half, check=True)
+
+
+def _scatter(
+    waiting: tuple[_Piece, Ticket, npt.NDArray[np.uint8]],
+    starts: Int64Array,
+    order: Int64Array,
+    row_bytes: int,
+    unit: int,
+    target: npt.NDArray[np.uint8],
+) -> None:
+    """Waits for a piece and copies its rows to where they belong."""
+    piece, ticket, half = waiting
+    ticket.wait()
+    begins = starts[piece.begin : piece.end]
+    # A row's units are neighbours in the sorted distinct ones, so its bytes are contiguous in the piece.
+    position = np.searchsorted(piece.units, begins // unit) * unit + begins % unit
+    windows = np.lib.stride_tricks.sliding_window_view(half, row_bytes)
+    target[order[piece.begin : piece.end]] = windows[position]
+
+
+def _check_out(tensor: StoredTensor, count: int, out: npt.NDArray[Any]) -> None:
+    layout = tensor.layout
+    dtype = to_dtype(layout.spec.dtype)
+    if out.dtype != dtype or out.size != count * layout.row_elements or not out.flags.c_contiguous:
+        raise StoreError(
+            f"cannot read {count:,} rows of tensor '{tensor.name}' into an array of {out.dtype} with shape "
+            f"{out.shape}: it must be C-contiguous {dtype} with {layout.row_elements:,} elements per row"
+        )

@@ -1,0 +1,362 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Submits batches: which place each tile is read from and written to, checksums, and the order between batches.
+
+Order: the engine keeps none, so a batch first waits for older batches in flight that touch the same tile in a
+way that matters (read after write, write after read, write after write). A failed write poisons its tiles: they
+cannot be read or committed until they are written again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from memascend_jax.errors import StoreError
+from memascend_jax.storage.batch import Requests, Span
+from memascend_jax.storage.checksum import crc32c_many, unit_pieces
+from memascend_jax.storage.engine import EngineTicket
+from memascend_jax.storage.layout import Int64Array
+from memascend_jax.storage.store_errors import StoreIOError
+from memascend_jax.storage.tile_table import UNWRITTEN, StoredTensor, TileTable
+from memascend_jax.storage.volume import Volume
+
+if TYPE_CHECKING:
+    pass
+
+#: Direct I/O into memory needs this alignment on every device in use; slots are page aligned anyway.
+MEMORY_ALIGNMENT = 512
+#: Beyond this many tickets that nobody waited for, finished ones are looked for.
+_PRUNE_AT = 64
+
+Extents = list[tuple[int, int, int]]
+Checksums = npt.NDArray[np.uint32]
+#: (tensor, address, nbytes, checksums of its units): what memory must hold after a read.
+Check = tuple[StoredTensor, int, int, Checksums]
+
+
+class Ticket:
+    """A submitted batch. Keep the memory it reads or writes alive and still until ``wait`` returns."""
+
+    __slots__ = ("_error", "_io", "checks", "engine_tickets", "nbytes", "requests", "serial", "settled")
+
+    def __init__(self, io: TileIo, serial: int, requests: Requests) -> None:
+        self._io = io
+        self._error: Exception | None = None
+        self.serial = serial
+        self.requests = requests
+        self.engine_tickets: list[EngineTicket] = []
+        self.checks: list[Check] = []
+        self.nbytes = 0
+        self.settled = False
+
+    def done(self) -> bool:
+        """Returns whether ``wait`` would return at once."""
+        return self.settled or all(ticket.done() for ticket in self.engine_tickets)
+
+    def wait(self) -> None:
+        """Waits until all of the batch is done.
+
+        Raises:
+            OSError: the disk failed; the message names tensor, path and offset.
+            StoreError: with ``check_reads``, data that does not match its checksum.
+        """
+        self._io.settle(self)
+        if self._error is not None:
+            raise self._error
+
+    def fail(self, error: Exception) -> None:
+        """Sets what ``wait`` raises."""
+        self._error = error
+
+
+class TileIo:
+    """The store's traffic. ``write_lock`` is held by whoever writes or commits, ``lock`` guards the tile table."""
+
+    def __init__(self, volume: Volume, table: TileTable, *, check_reads: bool) -> None:
+        self.volume = volume
+        self.table = table
+        self.write_lock = threading.RLock()
+        self.lock = threading.RLock()
+        #: Called before the first write that overwrites committed data in place.
+        self.before_overwrite: Callable[[], None] = lambda: None
+        #: Why the store cannot be used, or written, any more.
+        self.closed_reason: str | None = None
+        self.write_refusal: str | None = None
+        self._check_reads = check_reads
+        self._serial = 0
+        self._outstanding: dict[int, Ticket] = {}
+
+    def submit(self, requests: Requests, keepalive: object = None, check: bool = False) -> Ticket:
+        """Starts ``requests``; see ``Batch.submit``. ``check``: compare checksums in ``wait``."""
+        if not requests.writes and not requests.scratch_writes:
+            with self.lock:
+                return self._submit(requests, [], keepalive, check or self._check_reads)
+        with self.write_lock:
+            self.check_writable()
+            self._check_writes(requests)
+            checksums = self._checksums_of(requests.writes)
+            with self.lock:
+                return self._submit(requests, checksums, keepalive, check or self._check_reads)
+
+    def settle(self, ticket: Ticket) -> None:
+        """Waits for ``ticket`` and books its outcome; does not raise."""
+        if ticket.settled:
+            return
+        error: Exception | None = None
+        for engine_ticket in ticket.engine_tickets:
+            try:
+                engine_ticket.wait()
+            except OSError as failure:
+                error = error or self._explained(ticket.requests, failure)
+        if error is None and ticket.checks:
+            error = self.mismatch(ticket.checks)
+        with self.lock:
+            if ticket.settled:
+                return
+            for tensor, tile, _ in ticket.requests.writes:
+                if tensor.last_write[tile] == ticket.serial:
+                    (tensor.poisoned.discard if error is None else tensor.poisoned.add)(tile)
+            self._outstanding.pop(ticket.serial, None)
+            if error is not None:
+                ticket.fail(error)
+            ticket.requests, ticket.checks, ticket.engine_tickets = Requests(), [], []
+            ticket.settled = True
+
+    def settle_all(self) -> None:
+        """Waits for everything in flight."""
+        for ticket in list(self._outstanding.values()):
+            self.settle(ticket)
+
+    def outstanding_serials(self) -> Collection[int]:
+        """Returns the serials of the batches that nobody has waited for yet."""
+        return self._outstanding.keys()
+
+    def settle_tile(self, tensor: StoredTensor, tile: int) -> None:
+        """Waits for what is in flight on one tile."""
+        with self.lock:
+            self._settle_serials({int(tensor.last_write[tile]), int(tensor.last_read[tile])})
+
+    def check_open(self) -> None:
+        """Raises ``StoreError`` when the store is closed."""
+        if self.closed_reason is not None:
+            raise StoreError(self.closed_reason)
+
+    def check_writable(self) -> None:
+        """Raises ``StoreError`` when the store is closed, read-only, or failed in a commit."""
+        self.check_open()
+        if self.write_refusal is not None:
+            raise StoreError(self.write_refusal)
+
+    def check_replaceable(self, tensor: StoredTensor, tile: int) -> None:
+        """Raises ``StoreError`` when ``tile`` is committed and its tensor read-only."""
+        if not tensor.layout.spec.mutable and tensor.committed[tile] != UNWRITTEN:
+            raise StoreError(
+                f"cannot write tensor '{tensor.name}': it was declared mutable=False and is committed; "
+                "remove it and declare it again to replace it"
+            )
+
+    def explained(self, names: Sequence[str], verb: str, error: OSError) -> StoreIOError:
+        """Returns ``error`` with the tensors that the failed request can have belonged to."""
+        shown = ", ".join(f"'{name}'" for name in names[:3])
+        what = f"tensor {shown}" if names else "scratch"
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        path = self.volume.path_of(error)
+        return StoreIOError(
+            f"cannot {verb} {what}{more} in store '{path}': {error.args[-1]}", error.errno or 5, path
+        )
+
+    def mismatch(self, checks: Iterable[Check]) -> StoreError | None:
+        """Returns the error when memory does not have the checksums of ``checks``, else None."""
+        for tensor, address, nbytes, expected in checks:
+            pieces = unit_pieces(address, nbytes, tensor.layout.unit_bytes or max(nbytes, 1))
+            if nbytes and not np.array_equal(crc32c_many(*pieces), expected):
+                return StoreError(
+                    f"tensor '{tensor.name}' in store '{self.volume.path}' does not match its checksum: the disk "
+                    "returned other data than was written; run verify, and restore from a checkpoint"
+                )
+        return None
+
+    def unknown(self, name: str) -> StoreError:
+        """Returns the error for a tensor that the store does not have."""
+        self.check_open()
+        return StoreError(
+            f"no tensor '{name}' in store '{self.volume.path}' ({len(self.table.tensors):,} tensors); "
+            "check the name against names()"
+        )
+
+    def _submit(
+        self, requests: Requests, checksums: list[Checksums], keepalive: object, check: bool
+    ) -> Ticket:
+        self.check_open()
+        serial = self._serial + 1
+        needed: set[int] = set()
+        read_extents: Extents = []
+        for tensor, span, address in requests.reads:
+            self._locate_read(tensor, span, address, read_extents, needed)
+        write_extents: Extents = []
+        places: list[int] = []
+        overwrites = False
+        for tensor, tile, address in requests.writes:
+            place = tensor.write_place(tile)
+            first, _, disk_bytes = tensor.tile_spans[tile]
+            places.append(place)
+            if disk_bytes:
+                write_extents.append((tensor.bases[place] + first, address, disk_bytes))
+            overwrites = overwrites or tensor.committed[tile] == place
+            if self._outstanding:
+                needed.add(int(tensor.last_write[tile]))
+                needed.add(int(tensor.last_read[tile]))
+        for scratch, address, nbytes, offset in requests.scratch_reads:
+            scratch.locate(address, nbytes, offset, read_extents, needed, writes=False, serial=serial)
+        for scratch, address, nbytes, offset in requests.scratch_writes:
+            scratch.locate(address, nbytes, offset, write_extents, needed, writes=True, serial=serial)
+        reads, writes = _checked(read_extents), _checked(write_extents)
+        if overwrites:
+            self.before_overwrite()
+        self._settle_serials(needed)
+        if len(self._outstanding) >= _PRUNE_AT:
+            self._prune()
+        ticket = Ticket(self, serial, requests)
+        if check:
+            for tensor, span, address in requests.reads:
+                ticket.checks += expected_checksums(tensor, span, address)
+        self._serial = serial
+        self._outstanding[serial] = ticket
+        self._book(requests, serial, places, checksums)
+        for extents, submit in ((reads, self.volume.submit_read), (writes, self.volume.submit_write)):
+            if len(extents):
+                ticket.nbytes += int(extents[:, 2].sum())
+                ticket.engine_tickets.append(submit(extents, keepalive))
+        return ticket
+
+    def _book(self, requests: Requests, serial: int, places: list[int], checksums: list[Checksums]) -> None:
+        """Makes what the batch writes the newest contents and notes which tiles it touches."""
+        for (tensor, tile, _), place, values in zip(requests.writes, places, checksums, strict=True):
+            tensor.place[tile] = place
+            tensor.last_write[tile] = serial
+            tensor.checksums[tensor.tile_units(tile)] = values
+        for tensor, span, _ in requests.reads:
+            tensor.last_read[span.first_tile : span.end_tile] = serial
+
+    def _locate_read(
+        self, tensor: StoredTensor, span: Span, address: int, extents: Extents, needed: set[int]
+    ) -> None:
+        first, end, offset, _, disk_bytes = span
+        if disk_bytes == 0:
+            return
+        if tensor.poisoned and not tensor.poisoned.isdisjoint(range(first, end)):
+            raise StoreError(
+                f"cannot read tensor '{tensor.name}': the last write of one of its tiles {first} to {end - 1} "
+                "failed; write the tile again"
+            )
+        places = tensor.place[first:end]
+        place = int(places[0])
+        if self._outstanding:
+            needed.update(tensor.last_write[first:end].tolist())
+        if end - first == 1 or bool((places == place).all()):
+            if place == UNWRITTEN:
+                raise _unwritten(tensor, first)
+            extents.append((tensor.bases[place] + offset, address, disk_bytes))
+            return
+        tile_bytes = tensor.layout.tile_bytes
+        turns = np.flatnonzero(np.diff(places)) + first + 1
+        bounds = [offset, *(turns * tile_bytes).tolist(), offset + disk_bytes]
+        for begin, stop in pairwise(bounds):
+            place = int(tensor.place[begin // tile_bytes])
+            if place == UNWRITTEN:
+                raise _unwritten(tensor, begin // tile_bytes)
+            extents.append((tensor.bases[place] + begin, address + begin - offset, stop - begin))
+
+    def _check_writes(self, requests: Requests) -> None:
+        seen: set[tuple[int, int]] = set()
+        for tensor, tile, _ in requests.writes:
+            if (id(tensor), tile) in seen:
+                raise StoreError(f"tile {tile} of tensor '{tensor.name}' is written twice in one batch")
+            seen.add((id(tensor), tile))
+            self.check_replaceable(tensor, tile)
+        if seen and requests.reads:
+            for tensor, span, _ in requests.reads:
+                if any((id(tensor), tile) in seen for tile in range(span.first_tile, span.end_tile)):
+                    raise StoreError(
+                        f"tensor '{tensor.name}' is read and written in one batch; use one batch for each"
+                    )
+
+    def _checksums_of(self, writes: Iterable[tuple[StoredTensor, int, int]]) -> list[Checksums]:
+        """Returns the checksums of each write, and zeroes the slots' room behind the last element."""
+        addresses: list[int] = []
+        lengths: list[int] = []
+        counts: list[int] = []
+        for tensor, tile, address in writes:
+            _, nbytes, disk_bytes = tensor.tile_spans[tile]
+            if disk_bytes > nbytes:
+                ctypes.memset(address + nbytes, 0, disk_bytes - nbytes)
+            if tensor.layout.unit_bytes:
+                unit_addresses, unit_lengths = unit_pieces(address, nbytes, tensor.layout.unit_bytes)
+                addresses += unit_addresses.tolist()
+                lengths += unit_lengths.tolist()
+                counts.append(len(unit_addresses))
+            else:
+                addresses.append(address)
+                lengths.append(nbytes)
+                counts.append(1)
+        values = crc32c_many(np.array(addresses, np.int64), np.array(lengths, np.int64))
+        ends = np.cumsum(counts)
+        return [values[end - count : end] for end, count in zip(ends.tolist(), counts, strict=True)]
+
+    def _settle_serials(self, serials: set[int]) -> None:
+        if self._outstanding:
+            for serial in sorted(serials & self._outstanding.keys()):
+                self.settle(self._outstanding[serial])
+
+    def _prune(self) -> None:
+        for ticket in list(self._outstanding.values()):
+            if ticket.done():
+                self.settle(ticket)
+
+    def _explained(self, requests: Requests, error: OSError) -> StoreIOError:
+        reads, writes = requests.reads, requests.writes
+        names = list(dict.fromkeys(entry[0].name for entry in (*reads, *writes)))
+        writing = bool(writes or requests.scratch_writes)
+        return self.explained(names, "write" if writing else "read", error)
+
+
+def expected_checksums(tensor: StoredTensor, span: Span, address: int) -> list[Check]:
+    """Returns (tensor, address, nbytes, checksums) for each checksum unit or tile that ``span`` holds whole."""
+    layout = tensor.layout
+    end = min(span.offset + span.nbytes, layout.nbytes)
+    if layout.unit_bytes:
+        first = -(-span.offset // layout.unit_bytes)
+        last = layout.units if end == layout.nbytes else end // layout.unit_bytes
+        if last <= first:
+            return []
+        begin = first * layout.unit_bytes
+        stop = min(last * layout.unit_bytes, layout.nbytes)
+        return [(tensor, address + begin - span.offset, stop - begin, tensor.checksums[first:last].copy())]
+    checks = []
+    for tile in range(span.first_tile, span.end_tile):
+        begin, nbytes, _ = tensor.tile_spans[tile]
+        if span.offset <= begin and begin + nbytes <= end:
+            expected = tensor.checksums[tile : tile + 1].copy()
+            checks.append((tensor, address + begin - span.offset, nbytes, expected))
+    return checks
+
+
+def _checked(extents: Extents) -> Int64Array:
+    array = np.array(extents, np.int64).reshape(-1, 3)
+    if (array[:, 1] % MEMORY_ALIGNMENT).any():
+        raise StoreError(
+            f"memory for direct I/O must be aligned to {MEMORY_ALIGNMENT} bytes; use slots of a PinnedArena"
+        )
+    return array
+
+
+def _unwritten(tensor: StoredTensor, tile: int) -> StoreError:
+    return StoreError(
+        f"cannot read tensor '{tensor.name}': its tile {tile} of {tensor.layout.tiles} was never written"
+    )
