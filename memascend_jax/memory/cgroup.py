@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory limit that a container or a service manager put on this process (cgroup v1 and v2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+#: v1 writes "no limit" as the largest page-aligned signed number.
+_UNLIMITED_V1 = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class CgroupMemory:
+    """One memory cgroup.
+
+    Attributes:
+        limit_bytes: the most its processes may use together; None without a limit.
+        usage_bytes: what they use, page cache included.
+        reclaimable_bytes: page cache in it that the kernel gives up under pressure.
+    """
+
+    limit_bytes: int | None
+    usage_bytes: int
+    reclaimable_bytes: int
+
+    @property
+    def available_bytes(self) -> int | None:
+        """What can still be taken before the limit is hit; None without a limit."""
+        if self.limit_bytes is None:
+            return None
+        return max(self.limit_bytes - self.usage_bytes + self.reclaimable_bytes, 0)
+
+
+def memory_cgroups(root: Path = Path("/")) -> list[CgroupMemory]:
+    """Returns the memory cgroup of this process and all its ancestors, innermost first; any may be the tight one.
+
+    Args:
+        root: where ``/proc`` and the cgroup mounts are looked for; another folder in tests.
+    """
+    for folder, mount_point, version in _own_folders(root):
+        chain = [folder, *(parent for parent in folder.parents if parent.is_relative_to(mount_point))]
+        found = [group for group in (_read_group(path, version) for path in chain) if group is not None]
+        if found:
+            return found
+    return []
+
+
+def _own_folders(root: Path) -> Iterator[tuple[Path, Path, int]]:
+    """Yields (this process's folder, mount point, version) for each hierarchy that may control memory."""
+    paths = _cgroup_paths(root)
+    for line in _lines(root / "proc/self/mountinfo"):
+        fields, _, tail = line.partition(" - ")
+        kind, _, options = (tail.split(" ") + ["", "", ""])[:3]
+        mount_root, mount_point = fields.split(" ")[3:5]
+        if kind == "cgroup2":
+            path, version = paths.get(""), 2
+        elif kind == "cgroup" and "memory" in options.split(","):
+            path, version = paths.get("memory"), 1
+        else:
+            continue
+        if path is None:
+            continue
+        mounted_at = root / mount_point.lstrip("/")
+        # In a container the path may be told from the host's root: then only the mount point is ours.
+        inside = PurePosixPath(path).is_relative_to(mount_root)
+        relative = PurePosixPath(path).relative_to(mount_root) if inside else PurePosixPath()
+        folder = mounted_at / relative
+        yield (folder if folder.is_dir() else mounted_at), mounted_at, version
+
+
+def _cgroup_paths(root: Path) -> dict[str, str]:
+    """Returns the path of this process in each hierarchy, by controller; "" is the v2 hierarchy."""
+    paths = {}
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        for controller in controllers.split(","):
+            paths[controller] = path
+    return paths
+
+
+def _read_group(folder: Path, version: int) -> CgroupMemory | None:
+    v2 = version == 2
+    usage = _number(folder / ("memory.current" if v2 else "memory.usage_in_bytes"))
+    if usage is None:
+        return None  # the root group of v2 has no such files
+    limit = _number(folder / ("memory.max" if v2 else "memory.limit_in_bytes"))
+    if limit is not None and limit >= _UNLIMITED_V1:
+        limit = None
+    statistics = dict(line.split(" ", 1) for line in _lines(folder / "memory.stat") if " " in line)
+    reclaimable = statistics.get("inactive_file" if v2 else "total_inactive_file", "0")
+    return CgroupMemory(limit, usage, int(reclaimable))
+
+
+def _number(path: Path) -> int | None:
+    lines = _lines(path)
+    return int(lines[0]) if lines and lines[0].isdigit() else None
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return []
