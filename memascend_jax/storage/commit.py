@@ -46,8 +46,7 @@ class Committer:
         self.generation = 0
         self.run_state = b""
         self.dirty = False
-        #: Bytes written over the store's life before this session.
-        self.bytes_written_before = 0
+        self._written_before = 0
 
     def tensors_changed(self) -> None:
         """Says that a tensor was declared or removed since the last commit."""
@@ -91,7 +90,7 @@ class Committer:
     def loaded(self, catalog: Catalog) -> None:
         """Takes over the generation that the table was loaded from."""
         self.generation, self.run_state, self.dirty = catalog.generation, catalog.run_state, catalog.dirty
-        self.bytes_written_before = catalog.bytes_written
+        self._written_before = catalog.bytes_written
         self._raw = self._encode(catalog.generation, catalog.run_state)
 
     def read_slots(self) -> list[Slot]:
@@ -106,9 +105,13 @@ class Committer:
         self._volume.write_metadata(pieces)
         self._volume.flush()
 
-    def catalog_bytes(self) -> int:
-        """Returns the length of the last catalog in whole blocks."""
-        return self._raw.nbytes
+    @property
+    def bytes_written(self) -> int:
+        """Bytes written over the store's life, as far as commits have recorded them, and in this session."""
+        return self._written_before + self._written_now()
+
+    def _written_now(self) -> int:
+        return int(self._volume.engine.counters()["write_bytes"])
 
     def _write(self, generation: int, raw: npt.NDArray[np.uint8]) -> None:
         offset = self._volume.geometry.catalog_slot(generation % 2)
@@ -141,14 +144,13 @@ class Committer:
                 "catalog_bytes"
             )
         raw = aligned_buffer(round_up(total, geometry.block_bytes))
-        written = self._volume.engine.counters()["write_bytes"]
         encode_catalog(
             raw,
             store_id=self._volume.superblock.store_id,
             generation=generation,
             dirty=False,
             run_state=run_state,
-            bytes_written=self.bytes_written_before + int(written),
+            bytes_written=self.bytes_written,
             tensors=self._tensors,
             place=table.place,
             checksums=table.checksums,

@@ -107,7 +107,7 @@ def open_volume(
 
 def superblocks_intact(volume: Volume) -> bool:
     """Returns whether every copy of every superblock is whole."""
-    return all(len(_decoded_copies(member)) == len(SUPERBLOCK_OFFSETS) for member in volume.members)
+    return all(len(decoded_copies(member)) == len(SUPERBLOCK_OFFSETS) for member in volume.members)
 
 
 def read_session(volume: Volume) -> tuple[int, bool]:
@@ -144,7 +144,7 @@ def _check_may_format(
     erase: bool | Collection[str],
 ) -> None:
     stores = {
-        member.path: _decoded_copies(member)
+        member.path: decoded_copies(member)
         for member, found in zip(members, contents, strict=True)
         if found == "store"
     }
@@ -221,14 +221,14 @@ def _superblock_copies(member: Member) -> list[bytes]:
     return copies
 
 
-def _decoded_copies(member: Member) -> list[Superblock]:
+def decoded_copies(member: Member) -> list[Superblock]:
     """Returns the copies of the superblock that are whole, none to two."""
     decoded = (decode_superblock(raw, member.path, crc32c_bytes) for raw in _superblock_copies(member))
     return [superblock for superblock in decoded if superblock is not None]
 
 
 def _read_superblock(member: Member) -> Superblock:
-    valid = _decoded_copies(member)
+    valid = decoded_copies(member)
     if not valid:
         if is_member(member.path):
             raise StoreError(

@@ -7,90 +7,55 @@ and writes), ``commit`` (generations), ``elements`` and ``rows`` (copies), ``ver
 
 from __future__ import annotations
 
-import functools
 import logging
-import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
 from memascend_jax.dtypes import dtype_name, to_dtype
 from memascend_jax.errors import StoreError
-from memascend_jax.storage import elements, formatting, rows, verify
+from memascend_jax.storage import elements, formatting, opening, rows, verify
 from memascend_jax.storage.batch import Batch
-from memascend_jax.storage.bounce import DEFAULT_BOUNCE_BYTES, Arena, Bounce
-from memascend_jax.storage.capacity import data_bytes_needed, plan_store
+from memascend_jax.storage.bounce import Bounce
+from memascend_jax.storage.capacity import bytes_needed, plan_store
 from memascend_jax.storage.commit import Committer
-from memascend_jax.storage.device import DirectIo, PathLike, resolve_paths
-from memascend_jax.storage.engine import EngineFactory, native_engine
-from memascend_jax.storage.extents import ExtentAllocator
-from memascend_jax.storage.recovery import choose_generation
+from memascend_jax.storage.device import PathLike, resolve_paths
+from memascend_jax.storage.inspection import describe
+from memascend_jax.storage.options import IoArguments, IoCounters, IoOptions
 from memascend_jax.storage.scratch import Scratch
+from memascend_jax.storage.space import Space
 from memascend_jax.storage.spec import TensorLayout, TensorSpec, layouts_of
 from memascend_jax.storage.store_errors import DirtyStoreError
 from memascend_jax.storage.superblock import Durability
 from memascend_jax.storage.tile_io import Ticket, TileIo
-from memascend_jax.storage.tile_table import NO_PLACE, UNWRITTEN, StoredTensor, TileTable
+from memascend_jax.storage.tile_table import UNWRITTEN, StoredTensor, TileTable
 from memascend_jax.storage.verify import Fault, VerifyReport
 from memascend_jax.storage.volume import Volume
-from memascend_jax.units import format_bytes, round_up
+from memascend_jax.storage.wipe import wipe
+from memascend_jax.units import round_up
 
-__all__ = ["Batch", "Fault", "IoCounters", "Scratch", "TensorSpec", "TensorStore", "Ticket", "VerifyReport"]
+__all__ = [
+    "Batch",
+    "DirtyStoreError",
+    "Fault",
+    "IoCounters",
+    "Scratch",
+    "StoreError",
+    "TensorSpec",
+    "TensorStore",
+    "Ticket",
+    "VerifyReport",
+    "bytes_needed",
+    "wipe",
+]
 
 _log = logging.getLogger(__name__)
 
-IoBackend = Literal["auto", "io_uring", "threads"]
 DEFAULT_TILE_BYTES = 4 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class IoCounters:
-    """What this session has moved, metadata included: bytes and requests as given to the kernel."""
-
-    read_bytes: int
-    write_bytes: int
-    read_requests: int
-    write_requests: int
-
-
-@dataclass(frozen=True, slots=True)
-class IoOptions:
-    """How a store does its I/O; none of it is in the format.
-
-    Args:
-        io_backend: ``auto`` takes io_uring where the kernel allows it, else threads; ``io_reason`` says why.
-        direct_io: ``required`` refuses paths without O_DIRECT, ``optional`` falls back to the page cache.
-        arena: a ``PinnedArena`` whose slots are read and written; its regions are registered with the kernel.
-        queue_depth: requests in flight.
-        request_bytes: largest single request, bytes.
-        bounce_bytes: the store's own memory for copies, bytes, from the arena when there is one.
-        check_reads: compare the checksum of every tile that a batch reads whole, when its ticket is waited for.
-    """
-
-    io_backend: IoBackend = "auto"
-    direct_io: DirectIo = "required"
-    arena: Arena | None = None
-    queue_depth: int = 32
-    request_bytes: int = 1 << 20
-    bounce_bytes: int = DEFAULT_BOUNCE_BYTES
-    check_reads: bool = False
-    make_engine: EngineFactory | None = None
-
-    def engine(self) -> EngineFactory:
-        """Returns what builds the engine over the members' descriptors."""
-        if self.make_engine is not None:
-            return self.make_engine
-        return functools.partial(
-            native_engine,
-            backend=self.io_backend,
-            queue_depth=self.queue_depth,
-            request_bytes=self.request_bytes,
-            regions=() if self.arena is None else self.arena.regions(),
-        )
 
 
 class TensorStore:
@@ -114,21 +79,15 @@ class TensorStore:
 
     def __init__(self, volume: Volume, options: IoOptions, *, read_only: bool) -> None:
         """Not for users: ``create`` and ``open`` build stores."""
-        geometry = volume.geometry
         self._volume = volume
         self._read_only = read_only
         self._table = TileTable()
+        self._space = Space(volume)
         self._io = TileIo(volume, self._table, check_reads=options.check_reads)
         self._committer = Committer(volume, self._table, self._io)
         self._io.before_overwrite = self._committer.mark_dirty
         self._bounce = Bounce(options.bounce_bytes, options.arena)
-        self._request_bytes = options.request_bytes
-        data_end = geometry.capacity_bytes - geometry.scratch_bytes
-        self._space = ExtentAllocator(0, data_end, geometry.block_bytes)
-        self._scratch_space = ExtentAllocator(data_end, geometry.capacity_bytes, geometry.block_bytes)
         self._scratch: dict[str, Scratch] = {}
-        #: Extents of removed tensors, which the last committed generation may still refer to.
-        self._freed: list[tuple[int, int]] = []
         self._session = 0
         if read_only:
             self._io.write_refusal = f"store '{volume.path}' was opened read-only; open it again to write"
@@ -149,7 +108,7 @@ class TensorStore:
         catalog_bytes: int | None = None,
         overwrite: bool = False,
         erase_foreign_data: bool | Collection[str] = False,
-        **io: Any,
+        **io: Unpack[IoArguments],
     ) -> TensorStore:
         """Returns a new store whose space is reserved in full.
 
@@ -197,7 +156,7 @@ class TensorStore:
         )
         try:
             store = cls(volume, options, read_only=False)
-            store._declare_all(layouts)
+            store._declare(layouts)
             store._committer.write_first()
             volume.write_superblocks(replace(volume.superblock, ready=True))
             store._begin_session(1)
@@ -214,7 +173,7 @@ class TensorStore:
         *,
         read_only: bool = False,
         check_after_crash: bool = True,
-        **io: Any,
+        **io: Unpack[IoArguments],
     ) -> TensorStore:
         """Returns the store at ``paths`` in its last committed generation.
 
@@ -238,12 +197,22 @@ class TensorStore:
         )
         try:
             store = cls(volume, options, read_only=read_only)
-            store._load(check_after_crash)
+            recovered = opening.load_generation(volume, store._table, store._space, store._committer)
+            if not read_only:
+                opening.check_and_repair(
+                    volume, store._table, store._committer, store._bounce, recovered, check_after_crash
+                )
+                store._begin_session(recovered.session + 1)
         except BaseException:
             volume.close()
             raise
         store._log_notes()
         return store
+
+    @staticmethod
+    def wipe(paths: PathLike | Sequence[PathLike]) -> list[str]:
+        """Removes the store at ``paths`` for good and returns the paths; see ``storage.wipe``."""
+        return wipe(paths)
 
     # ------------------------------------------------------------------ what is in the store
 
@@ -311,8 +280,7 @@ class TensorStore:
     @property
     def used_bytes(self) -> int:
         """Bytes that tensors take, both places counted, and those that the next commit frees."""
-        geometry = self._volume.geometry
-        return geometry.capacity_bytes - geometry.scratch_bytes - self._space.free_bytes
+        return self._space.used_bytes
 
     @property
     def block_bytes(self) -> int:
@@ -366,15 +334,7 @@ class TensorStore:
             if name in self._scratch:
                 raise StoreError(f"scratch '{name}' exists already; release it first")
             size = round_up(nbytes, self.block_bytes)
-            address = self._scratch_space.allocate(size)
-            if address is None:
-                address = self._space.allocate(size)
-            if address is None:
-                largest = max(self._scratch_space.largest_free_bytes, self._space.largest_free_bytes)
-                raise StoreError(
-                    f"no room for scratch '{name}' of {nbytes:,} bytes in store '{self._volume.path}': the largest "
-                    f"free extent is {largest:,} bytes; create the store with more scratch_bytes"
-                )
+            address = self._space.allocate_scratch(name, size)
             scratch = Scratch(self._io, name, address, size, self.block_bytes)
             self._scratch[name] = scratch
             return scratch
@@ -387,9 +347,7 @@ class TensorStore:
                 scratch = self._scratch.pop(name, None)
                 if scratch is None:
                     raise StoreError(f"no scratch '{name}' in store '{self._volume.path}'")
-                address, nbytes = scratch.extent
-                in_scratch = address >= self.capacity_bytes - self._volume.geometry.scratch_bytes
-                (self._scratch_space if in_scratch else self._space).release(address, nbytes)
+                self._space.release_scratch(*scratch.extent)
 
     # ------------------------------------------------------------------ tensors by copy
 
@@ -402,7 +360,7 @@ class TensorStore:
         self._io.check_writable()
         layout = TensorLayout(spec, self.block_bytes)
         with self._io.write_lock, self._io.lock:
-            self._declare_all([layout])
+            self._declare([layout])
 
     def remove(self, name: str) -> None:
         """Takes ``name`` out of the store; its space is free again after the next ``commit``."""
@@ -411,7 +369,7 @@ class TensorStore:
             self._tensor(name)
             self._io.settle_all()
             with self._io.lock:
-                self._freed += self._table.remove(name).extents()
+                self._space.free_at_commit(self._table.remove(name))
                 self._committer.tensors_changed()
 
     def put(self, name: str, array: npt.ArrayLike) -> None:
@@ -491,9 +449,7 @@ class TensorStore:
         with self._io.write_lock:
             generation = self._committer.commit(bytes(run_state))
             with self._io.lock:
-                for address, nbytes in self._freed:
-                    self._space.release(address, nbytes)
-                self._freed = []
+                self._space.committed()
             return generation
 
     def verify(self) -> VerifyReport:
@@ -511,49 +467,7 @@ class TensorStore:
     def inspect(self) -> dict[str, Any]:
         """Returns a description of the store, fit for JSON."""
         self._io.check_open()
-        geometry = self._volume.geometry
-        layouts = [tensor.layout for tensor in self._table.tensors.values()]
-        return {
-            "store_id": self.store_id,
-            "created_s": self._volume.superblock.created_s,
-            "generation": self.generation,
-            "dirty": self.dirty,
-            "run_state_bytes": len(self.run_state),
-            "durability": self.durability,
-            "block_bytes": geometry.block_bytes,
-            "capacity_bytes": geometry.capacity_bytes,
-            "used_bytes": self.used_bytes,
-            "scratch_bytes": geometry.scratch_bytes,
-            "catalog_bytes": geometry.catalog_bytes,
-            "bytes_written": self._committer.bytes_written_before + self.counters().write_bytes,
-            "io_backend": self.io_backend,
-            "io_reason": self.io_reason,
-            "members": [
-                {
-                    "path": member.path,
-                    "block_device": member.is_block_device,
-                    "file_system": member.file_system,
-                    "direct": member.direct,
-                    "weight": geometry.weights[index],
-                    "bytes": geometry.member_bytes(index),
-                }
-                for index, member in enumerate(self._volume.members)
-            ],
-            "tensors": [
-                {
-                    "name": layout.spec.name,
-                    "dtype": layout.spec.dtype,
-                    "shape": list(layout.spec.shape),
-                    "bytes": layout.nbytes,
-                    "tiles": layout.tiles,
-                    "tile_elements": layout.tile_elements,
-                    "mutable": layout.spec.mutable,
-                    "row_access": layout.spec.row_access,
-                    "written": self.is_written(layout.spec.name),
-                }
-                for layout in layouts
-            ],
-        }
+        return describe(self._volume, self._table, self._space, self._committer)
 
     def close(self) -> None:
         """Waits for all I/O and closes the store; what was not committed is gone. Does nothing the second time."""
@@ -565,9 +479,7 @@ class TensorStore:
             self._io.closed_reason = f"store '{self._volume.path}' is closed; open it again"
             try:
                 if clean:
-                    self._volume.flush()
-                    self._volume.write_session(self._session, closed=True)
-                    self._volume.flush()
+                    opening.end_session(self._volume, self._session)
             finally:
                 self._volume.close()
                 self._bounce.close()
@@ -589,94 +501,17 @@ class TensorStore:
             raise self._io.unknown(name)
         return tensor
 
-    def _declare_all(self, layouts: Sequence[TensorLayout]) -> None:
-        """Lays out first the first places of all, then the second ones: each run of tensors lies in one piece."""
+    def _declare(self, layouts: Sequence[TensorLayout]) -> None:
         for layout in layouts:
             if layout.spec.name in self._table.tensors:
                 raise StoreError(f"tensor '{layout.spec.name}' exists already; remove it first")
-        taken: list[tuple[int, int]] = []
-        try:
-            first = [self._allocate(layout, taken) for layout in layouts]
-            second = [
-                self._allocate(layout, taken)
-                if self.durability == "step" and layout.spec.mutable
-                else NO_PLACE
-                for layout in layouts
-            ]
-        except StoreError:
-            for address, nbytes in taken:
-                self._space.release(address, nbytes)
-            raise
-        for layout, *bases in zip(layouts, first, second, strict=True):
-            self._table.add(StoredTensor(layout, (bases[0], bases[1])))
+        for tensor in self._space.place(layouts):
+            self._table.add(tensor)
         self._committer.tensors_changed()
 
-    def _allocate(self, layout: TensorLayout, taken: list[tuple[int, int]]) -> int:
-        address = self._space.allocate(layout.place_bytes)
-        if address is None:
-            waiting = sum(nbytes for _, nbytes in self._freed)
-            needed = data_bytes_needed([layout], self.durability)
-            raise StoreError(
-                f"no room for tensor '{layout.spec.name}' in store '{self._volume.path}': it takes {needed:,} bytes "
-                f"({format_bytes(needed)}) in durability '{self.durability}', the store has "
-                f"{self._space.free_bytes:,} free of {self.capacity_bytes:,} (largest extent "
-                f"{self._space.largest_free_bytes:,}; the next commit frees {waiting:,}); create a larger store"
-            )
-        taken.append((address, layout.place_bytes))
-        return address
-
-    def _load(self, check_after_crash: bool) -> None:
-        path = self._volume.path
-        session, closed = formatting.read_session(self._volume)
-        choice = choose_generation(self._committer.read_slots(), path)
-        catalog = choice.catalog
-        for tensor in catalog.tensors:
-            for address, nbytes in tensor.extents():
-                self._space.reserve(address, nbytes)
-            self._table.add(tensor)
-        self._table.load(catalog.place, catalog.checksums)
-        self._committer.loaded(catalog)
-        if self._read_only:
-            return
-        if catalog.dirty:
-            raise DirtyStoreError(
-                f"cannot resume from store '{path}': it was being overwritten in place after generation "
-                f"{catalog.generation - 1:,} when the last run ended, so its data is of no single step; restore the "
-                "last checkpoint into a new store, or use durability 'step'",
-                catalog.generation - 1,
-                catalog.run_state,
-            )
-        if not choice.trusted or (check_after_crash and not closed):
-            self._check_all_tiles(choice.trusted)
-        if choice.stale:
-            self._committer.rewrite(choice.stale)
-        if not formatting.superblocks_intact(self._volume):
-            self._volume.write_superblocks(self._volume.superblock)
-        self._begin_session(session + 1)
-
-    def _check_all_tiles(self, trusted: bool) -> None:
-        started = time.monotonic()
-        tensors = list(self._table.tensors.values())
-        report = verify.verify_tensors(self._volume, self._bounce, tensors)
-        _log.info("checked %d tiles after a crash in %.1f s", report.tiles, time.monotonic() - started)
-        if report.faults:
-            why = "" if trusted else " and a newer generation's catalog is damaged"
-            raise StoreError(
-                f"cannot open store '{self._volume.path}' at generation {self.generation:,}: {len(report.faults):,} "
-                f"of {report.tiles:,} tiles do not match their checksums{why}; first: {report.faults[0]}; restore the "
-                "last checkpoint into a new store"
-            )
-
     def _begin_session(self, session: int) -> None:
-        """Marks the store as open for writing: the real aligned write that finds out what the path cannot do."""
         self._session = session
-        self._volume.write_session(session, closed=False)
-        self._volume.flush()
-        if formatting.read_session(self._volume) != (session, False):
-            raise StoreError(
-                f"'{self._volume.path}' did not return what was just written to it; the device or file system is "
-                "faulty"
-            )
+        opening.begin_session(self._volume, session)
 
     def _log_notes(self) -> None:
         for note in self.notes:

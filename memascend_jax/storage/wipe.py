@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ends a store: its members hold nothing of it afterwards."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from memascend_jax.errors import StoreError
+from memascend_jax.storage import device, filesystem, formatting
+from memascend_jax.storage.device import Member, PathLike
+from memascend_jax.storage.engine import aligned_buffer
+from memascend_jax.storage.layout import CATALOG_OFFSET, MAX_BLOCK_BYTES
+from memascend_jax.storage.store_errors import StoreIOError
+
+
+def wipe(paths: PathLike | Sequence[PathLike]) -> list[str]:
+    """Removes the store from ``paths`` and returns them: files are deleted, devices are blanked and discarded.
+
+    Works on damaged and unfinished stores and on single members of one. Every path is checked before the first is
+    touched.
+
+    Raises:
+        StoreError: a path is missing, in use, or holds no store of this program.
+    """
+    resolved = device.resolve_paths(paths)
+    members: list[Member] = []
+    try:
+        for path in resolved:
+            members.append(device.open_member(path, read_only=False, direct_io="optional"))
+            if not formatting.is_member(path):
+                raise StoreError(f"cannot wipe '{path}': it is not a memascend store; check the path")
+        for member in members:
+            _wipe_member(member)
+    finally:
+        for member in members:
+            member.close()
+    return resolved
+
+
+def _wipe_member(member: Member) -> None:
+    if not member.is_block_device:
+        Path(member.path).unlink()
+        return
+    known = formatting.decoded_copies(member)
+    slots = [known[0].geometry.catalog_slot(slot) for slot in (0, 1)] if known else []
+    zeros = aligned_buffer(CATALOG_OFFSET)
+    try:
+        for offset in slots:
+            os.pwritev(member.fd, [zeros[:MAX_BLOCK_BYTES].data], offset)
+        os.pwritev(member.fd, [zeros.data], 0)
+        os.fsync(member.fd)
+    except OSError as error:
+        raise StoreIOError.of("wipe store", member.path, error, "check the device") from error
+    filesystem.discard(member.fd, 0, member.nbytes - member.nbytes % MAX_BLOCK_BYTES)
