@@ -47,7 +47,8 @@ class ChatTemplate:
         environment = _environment(self._clock)
         try:
             tree = environment.parse(self.source)
-            for loop in tree.find_all((nodes.For, nodes.Macro)):
+            loops: list[nodes.For | nodes.Macro] = [*tree.find_all(nodes.For), *tree.find_all(nodes.Macro)]
+            for loop in loops:
                 tick = nodes.Call(nodes.Name(_TICK, "load"), [], [], None, None)
                 loop.body.insert(0, nodes.ExprStmt(tick, lineno=loop.lineno))
             self._template = environment.from_string(tree)

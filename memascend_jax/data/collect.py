@@ -96,7 +96,8 @@ class Collection:
         count = min(max(round(fraction * len(distinct)), 1), len(distinct) - 1)
         if fraction == 0 or count < 1:
             return np.zeros(len(ranks), np.bool_)
-        return ranks <= distinct[count - 1]
+        chosen: npt.NDArray[np.bool_] = ranks <= distinct[count - 1]
+        return chosen
 
 
 def collect(

@@ -14,13 +14,23 @@ from memascend_jax.data.examples import Encoded, ExampleBuilder, Examples
 from memascend_jax.data.jsonl import Example, read_examples
 from memascend_jax.data.packing import PackedExamples, pack
 from memascend_jax.data.pydocs import read_pairs
-from memascend_jax.data.tokenize import Coder
+from memascend_jax.data.tokenize import Coder, decoded_spans
 from memascend_jax.errors import DataError
+from memascend_jax.observe.example import Preview
 
 #: Random data is drawn up to this many tokens, or sequences; the epochs after it repeat.
 _RANDOM_TOKENS = 1 << 20
 _RANDOM_SEQUENCES = 512
 _RANDOM_HELD_OUT = 16
+_COUNTED = (
+    ("examples kept", "kept"),
+    ("examples cut", "cut"),
+    ("examples dropped, too long", "dropped"),
+    ("examples empty, nothing to train", "empty"),
+    ("tokens", "tokens"),
+    ("tokens trained", "trained_tokens"),
+    ("tokens cut off", "tokens_cut"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +47,16 @@ class Dataset:
     held_out_counts: Counts
     questions: tuple[Question, ...] = ()
     notes: tuple[str, ...] = ()
+
+    def preview(self, coder: Coder | None) -> Preview:
+        """Returns what became of the examples, and the first of the training data as text."""
+        rows = [
+            (what, f"{getattr(self.counts, key):,}", f"{getattr(self.held_out_counts, key):,}")
+            for what, key in _COUNTED
+        ]
+        held_out = self.held_out
+        rows.append(("sequences", f"{len(self.train):,}", f"{len(held_out) if held_out else 0:,}"))
+        return Preview(decoded_spans(self.train.members(0)[0], coder), rows, self.notes)
 
 
 def build_dataset(

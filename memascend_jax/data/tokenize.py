@@ -85,6 +85,19 @@ class Coder:
         return self.template
 
 
+def decoded_spans(example: Encoded, coder: Coder | None) -> list[tuple[str, bool]]:
+    """Returns the text of ``example`` in pieces of trained and untrained tokens; numbers without a tokenizer."""
+    borders = np.flatnonzero(np.diff(example.trained.astype(np.int8))) + 1
+    pieces = zip(np.split(example.tokens, borders), np.split(example.trained, borders), strict=True)
+    return [(_decoded(tokens.tolist(), coder), bool(trained[0])) for tokens, trained in pieces]
+
+
+def _decoded(tokens: list[int], coder: Coder | None) -> str:
+    if coder is None:
+        return " ".join(map(str, tokens)) + " "
+    return str(coder.tokenizer.decode(tokens, skip_special_tokens=False))
+
+
 def _with_mask(ids: Sequence[int], offsets: Sequence[Range], ranges: Sequence[Range]) -> Encoded:
     trained = np.zeros(len(ids), np.bool_)
     if ranges and ids:

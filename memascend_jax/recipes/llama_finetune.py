@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def run() -> int:
         config = load_config(options.config, options.overrides)
-        from memascend_jax.training.run import run as run_training
+        from memascend_jax.recipes.finetune import run as run_training
 
         return run_training(config)
 

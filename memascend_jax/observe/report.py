@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run folder says about its run, finished or not."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from memascend_jax.errors import DataError
+from memascend_jax.observe.metrics import read_lines
+
+SCHEMA = 1
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """Returns ``status``, ``summary`` and the number of metrics lines of the run in ``folder``.
+
+    Before a run has written its ``summary.json`` the summary holds what its metrics tell so far.
+
+    Raises:
+        DataError: the folder is not one of a run, or a file in it is damaged.
+    """
+    if not folder.is_dir():
+        raise DataError(f"cannot report on '{folder}': it is not a folder; give the run.dir of a run")
+    status, summary = _read_json(folder / "status.json"), _read_json(folder / "summary.json")
+    metrics = folder / "metrics.jsonl"
+    lines = read_lines(metrics) if metrics.is_file() else []
+    if status is None and summary is None and not lines:
+        raise DataError(
+            f"cannot report on '{folder}': it holds no status.json, summary.json or metrics.jsonl; give the run.dir"
+            " of a run"
+        )
+    return {
+        "schema": SCHEMA,
+        "run_dir": str(folder),
+        "status": status or {},
+        "summary": summary or _so_far(lines),
+        "steps_recorded": len(lines),
+    }
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read '{path}': {error}") from error
+    if not isinstance(value, dict):
+        raise DataError(f"cannot read '{path}': expected a JSON object")
+    return value
+
+
+def _so_far(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    if not lines:
+        return {}
+    steady = lines[1:] or lines
+    seconds = sum(line["step_seconds"] for line in steady)
+    return {
+        **lines[-1],
+        "loss_first": lines[0]["loss"],
+        "loss_last": lines[-1]["loss"],
+        "step_seconds_median": statistics.median(line["step_seconds"] for line in steady),
+        "tokens_per_second": sum(line["tokens"] for line in steady) / seconds if seconds else None,
+        "ssd_read_bytes_per_step": round(statistics.median(line["ssd_read_bytes"] for line in steady)),
+        "ssd_write_bytes_per_step": round(statistics.median(line["ssd_write_bytes"] for line in steady)),
+        "ssd_write_bytes": sum(line["ssd_write_bytes"] for line in lines),
+    }

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A store's description and the outcome of a check as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from memascend_jax.units import format_bytes
+
+
+def store_tables(facts: Mapping[str, Any]) -> list[Table]:
+    """Returns what the store is, its members, and its tensors; ``facts`` as ``TensorStore.inspect`` gives them."""
+    return [_facts(facts), _members(facts["members"]), _tensors(facts["tensors"])]
+
+
+def verify_table(facts: Mapping[str, Any]) -> Table:
+    """Returns what a check has read and how many faults it found."""
+    faults = len(facts["faults"])
+    return _pairs(
+        "verified",
+        [
+            ("generation", f"{facts['generation']}"),
+            ("tensors", f"{facts['tensors']:,}"),
+            ("tiles", f"{facts['tiles']:,}"),
+            ("read", format_bytes(facts["bytes"])),
+            ("result", f"{faults} faults" if faults else "every checksum matches"),
+        ],
+    )
+
+
+def _facts(facts: Mapping[str, Any]) -> Table:
+    created = datetime.fromtimestamp(facts["created_s"], UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    return _pairs(
+        "store",
+        [
+            ("id", facts["store_id"]),
+            ("created", created),
+            ("generation", f"{facts['generation']}"),
+            ("state", "overwritten after the last commit" if facts["dirty"] else "committed"),
+            ("durability", facts["durability"]),
+            ("used", f"{format_bytes(facts['used_bytes'])} of {format_bytes(facts['capacity_bytes'])}"),
+            ("written so far", format_bytes(facts["bytes_written"])),
+        ],
+    )
+
+
+def _members(members: list[Mapping[str, Any]]) -> Table:
+    table = _table("members", "path", "kind", "size")
+    for member in members:
+        kind = "block device" if member["block_device"] else f"file on {member['file_system']}"
+        table.add_row(Text(member["path"]), Text(kind), format_bytes(member["bytes"]))
+    return table
+
+
+def _tensors(tensors: list[Mapping[str, Any]]) -> Table:
+    table = _table(f"tensors ({len(tensors)})", "name", "dtype", "shape", "size", "tiles")
+    for tensor in tensors:
+        shape = Text("x".join(map(str, tensor["shape"])) or "scalar")
+        size = format_bytes(tensor["bytes"]) if tensor["written"] else "not written"
+        table.add_row(Text(tensor["name"]), tensor["dtype"], shape, size, f"{tensor['tiles']}")
+    return table
+
+
+def _pairs(title: str, rows: list[tuple[str, str]]) -> Table:
+    table = Table(title=title, title_justify="left", box=None, show_header=False, pad_edge=False)
+    table.add_column()
+    table.add_column()
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
