@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random weights as Hugging Face initialises a Llama model: normal matrices, norms of one.
+
+Each block of ``BLOCK`` elements has a random stream of its own, keyed by (seed, name) and counted by block,
+so that a tensor's values depend neither on the size of the pieces nor on the order of the tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memascend_jax.checkpoints.source import PIECE_BYTES
+from memascend_jax.errors import DataError
+from memascend_jax.models.shapes import LlamaConfig, tensor_shapes
+
+BLOCK = 1 << 16
+
+
+def random_pieces(
+    config: LlamaConfig, name: str, seed: int, max_bytes: int = PIECE_BYTES
+) -> Iterator[tuple[int, NDArray[np.float32]]]:
+    """Yields ``(first element, flat float32 values)`` of the tensor ``name``, at least a block at a time.
+
+    Raises:
+        DataError: the model has no tensor of this name.
+    """
+    tensor = next((tensor for tensor in tensor_shapes(config) if tensor.name == name), None)
+    if tensor is None:
+        raise DataError(f"cannot initialise '{name}': the model has no tensor of this name")
+    step = max(1, max_bytes // (4 * BLOCK)) * BLOCK
+    for start in range(0, tensor.elements, step):
+        count = min(step, tensor.elements - start)
+        if len(tensor.shape) == 1:
+            yield start, np.ones(count, np.float32)
+        else:
+            yield start, _normal(name, seed, start, count) * np.float32(config.initializer_range)
+
+
+def _normal(name: str, seed: int, start: int, count: int) -> NDArray[np.float32]:
+    """``count`` standard normal values from element ``start``, a multiple of the block."""
+    key = np.frombuffer(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:16], np.uint64)
+    values = np.empty(count, np.float32)
+    for first in range(0, count, BLOCK):
+        # The block's number is in the counter's third word: no stream draws as many as 2^128 numbers.
+        counter = np.array([0, 0, (start + first) // BLOCK, 0], np.uint64)
+        block = values[first : first + BLOCK]
+        np.random.Generator(np.random.Philox(counter=counter, key=key)).standard_normal(
+            out=block, dtype=np.float32
+        )
+    return values

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The safetensors format: reading a file's header and ranges of its tensors, and writing a header.
+
+Layout: the header's length (uint64, little-endian), the header (JSON: name → dtype, shape, byte range in
+the data), the data without gaps. The ``safetensors`` package reads and writes whole tensors only.
+
+Source: https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memascend_jax.checkpoints.positioned_file import PositionedFile
+from memascend_jax.dtypes import SAFETENSORS_NAME, to_dtype
+from memascend_jax.errors import DataError
+
+#: The reference implementation's limit.
+_MAX_HEADER_BYTES = 100_000_000
+_OUR_NAME = {theirs: ours for ours, theirs in SAFETENSORS_NAME.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a file: ``offset`` is from the file's start; ``dtype`` is our name."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int
+
+
+class SafetensorsFile:
+    """An open safetensors file, its header checked against its size.
+
+    Raises:
+        DataError: the header is not one, or a tensor lies outside the file or upon another.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.file = PositionedFile(path)
+        try:
+            self.tensors = _read_header(self.file)
+        except BaseException:
+            self.file.close()
+            raise
+
+    def pieces(self, name: str, max_bytes: int) -> Iterator[tuple[int, NDArray[Any]]]:
+        """Yields ``(first element, flat values)`` in the file's dtype, of at most ``max_bytes`` or one row."""
+        tensor = self.tensors[name]
+        dtype, total = to_dtype(tensor.dtype), prod(tensor.shape)
+        columns = tensor.shape[-1] if len(tensor.shape) > 1 else 1
+        step = max(1, max_bytes // (columns * dtype.itemsize)) * columns
+        for start in range(0, total, step):
+            count = min(step, total - start)
+            stored = self.file.read(
+                tensor.offset + start * dtype.itemsize, count * dtype.itemsize, f"tensor '{name}'"
+            )
+            yield start, np.frombuffer(stored, dtype)
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def header_bytes(tensors: list[tuple[str, str, tuple[int, ...]]]) -> bytes:
+    """Returns the header of a file that holds ``(name, our dtype, shape)`` one after the other."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, dtype, shape in tensors:
+        end = offset + prod(shape) * to_dtype(dtype).itemsize
+        entries[name] = {
+            "dtype": SAFETENSORS_NAME[dtype],
+            "shape": list(shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    # The data begin at a multiple of 8, as every reader may expect.
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _read_header(file: PositionedFile) -> dict[str, StoredTensor]:
+    (length,) = struct.unpack("<Q", file.read(0, 8, "the safetensors header"))
+    if length > _MAX_HEADER_BYTES or 8 + length > file.size:
+        raise DataError(
+            f"cannot read '{file.path}': its header would have {length:,} bytes, in a file of {file.size:,}. It is "
+            "truncated or no safetensors file: fetch it again."
+        )
+    try:
+        entries = json.loads(bytes(file.read(8, length, "the safetensors header")), object_pairs_hook=_unique)
+        entries.pop("__metadata__", None)
+        tensors = {name: _stored_tensor(entry, 8 + length) for name, entry in entries.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"cannot read '{file.path}': its header is malformed: {error}") from error
+    _check_places(file, tensors, 8 + length)
+    return tensors
+
+
+def _stored_tensor(entry: dict[str, Any], data: int) -> StoredTensor:
+    dtype = _OUR_NAME.get(entry["dtype"])
+    if dtype is None:
+        raise ValueError(f"dtype {entry['dtype']!r} is not known; known are {', '.join(_OUR_NAME)}")
+    shape, (start, end) = tuple(entry["shape"]), entry["data_offsets"]
+    if not all(isinstance(size, int) and size >= 0 for size in (*shape, start, end)):
+        raise ValueError(f"a size or offset is no whole number: {entry}")
+    if end - start != prod(shape) * to_dtype(dtype).itemsize:
+        raise ValueError(f"{end - start:,} bytes cannot hold shape {list(shape)} of {dtype}")
+    return StoredTensor(shape, dtype, data + start)
+
+
+def _check_places(file: PositionedFile, tensors: dict[str, StoredTensor], data: int) -> None:
+    end, before = data, "the header"
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
+        if tensor.offset < end:
+            raise DataError(f"cannot read '{file.path}': tensor '{name}' lies upon {before}")
+        end = tensor.offset + prod(tensor.shape) * to_dtype(tensor.dtype).itemsize
+        before = f"'{name}'"
+        if end > file.size:
+            raise DataError(
+                f"cannot read '{file.path}': tensor '{name}' ends at byte {end:,} of a file of {file.size:,}. It is "
+                "truncated: fetch it again."
+            )
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return entries

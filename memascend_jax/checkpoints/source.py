@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model on disk, read one bounded piece at a time: a Hugging Face folder or a GGUF file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from numpy.typing import NDArray
+
+from memascend_jax.errors import DataError
+from memascend_jax.units import MIB
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+#: A piece of a tensor is at most this large unless the caller says otherwise.
+PIECE_BYTES = 8 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointTensor:
+    """A tensor of a checkpoint; ``dtype`` is our name of what ``pieces`` yields."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Checkpoint(Protocol):
+    """A model on disk with Hugging Face's names and layout, whatever the format of its files.
+
+    Attributes:
+        config: the keys of Hugging Face's ``config.json``.
+        tensors: every tensor by name; its elements are read by ``pieces`` only.
+        chat_template: jinja2 source, or None.
+        special_ids: ids of the special tokens by ``bos``, ``eos``, ``pad``, ``unk``; None where there is none.
+        digest: SHA-256 over the headers, the sizes and samples of the contents.
+    """
+
+    @property
+    def config(self) -> dict[str, Any]: ...
+    @property
+    def tensors(self) -> Mapping[str, CheckpointTensor]: ...
+    @property
+    def chat_template(self) -> str | None: ...
+    @property
+    def special_ids(self) -> dict[str, int | None]: ...
+    @property
+    def digest(self) -> str: ...
+
+    def pieces(self, name: str, max_bytes: int = PIECE_BYTES) -> Iterator[tuple[int, NDArray[Any]]]:
+        """Yields ``(first element, flat values)`` of a tensor in order, each piece new and the caller's.
+
+        A piece has at most ``max_bytes``, but at least one row (one head of a permuted GGUF tensor).
+        """
+        ...
+
+    def tokenizer(self) -> Tokenizer:
+        """Returns a new tokenizer, read now."""
+        ...
+
+    def export_files(self) -> dict[str, bytes]:
+        """Returns what an exported folder holds beside the weights, ``config.json`` included."""
+        ...
+
+    def close(self) -> None:
+        """Closes the files."""
+        ...
+
+
+def open_checkpoint(source: str | Path) -> Checkpoint:
+    """Returns the model in ``source``, its header read and every tensor's place and shape checked.
+
+    Args:
+        source: a Hugging Face folder (``config.json`` with ``model.safetensors``, whole or in shards),
+            or a GGUF file.
+
+    Raises:
+        DataError: nothing is there, it is neither, the architecture is unknown, or tensors are missing,
+            misshapen or outside their file; every fault found is listed.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir():
+        from memascend_jax.checkpoints.huggingface import HuggingFaceCheckpoint
+
+        return HuggingFaceCheckpoint(path)
+    if path.is_file():
+        from memascend_jax.checkpoints.gguf_checkpoint import GgufCheckpoint
+
+        return GgufCheckpoint(path)
+    raise DataError(
+        f"cannot open the model '{source}': there is no such folder or file. Give a Hugging Face folder "
+        "(config.json, model.safetensors, tokenizer.json), a .gguf file, or the name smollm2-135m."
+    )
