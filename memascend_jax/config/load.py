@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from memascend_jax.config.checks import findings
-from memascend_jax.config.faults import Fault, KeyPath, Place, config_error, dotted, nearest
+from memascend_jax.config.faults import Fault, KeyPath, Place, config_error, dotted
 from memascend_jax.config.messages import fault_message
 from memascend_jax.config.schema import Config, section_types
 from memascend_jax.config.yaml_source import Source, read_value, read_yaml
@@ -170,6 +170,3 @@ def _without(values: dict[str, Any], path: KeyPath) -> dict[str, Any]:
     if len(path) > 1 and isinstance(inner, dict):
         rest[key] = _without(inner, path[1:])
     return rest
-
-
-__all__ = ["COMMAND_LINE", "load_config", "nearest", "recipe_names", "recipe_path"]

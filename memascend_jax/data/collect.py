@@ -1,103 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Examples of one source, encoded and sorted out: kept, cut, dropped or empty, and each with its place in the split."""
+"""Encodes the examples of a source and sorts them out: kept, cut, dropped or empty."""
 
 from __future__ import annotations
 
 import hashlib
 import re
-from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from enum import IntEnum
 from itertools import islice
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
+from memascend_jax.data.collection import Collection, Outcome, Question
 from memascend_jax.data.examples import Encoded, ExampleBuilder
 from memascend_jax.data.jsonl import Example
-from memascend_jax.data.tokenize import Coder
+from memascend_jax.data.tokenize import Coder, Rendered
 from memascend_jax.errors import DataError
 
 #: Examples tokenized at once: enough for the tokenizer's threads, little memory.
 _CHUNK = 256
 _QUESTIONS = 16
-
-
-class Outcome(IntEnum):
-    """What became of an example."""
-
-    KEPT = 0
-    CUT = 1
-    DROPPED = 2
-    EMPTY = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """Examples by outcome, and the tokens of those that are used; ``tokens_cut`` were cut off."""
-
-    kept: int = 0
-    cut: int = 0
-    dropped: int = 0
-    empty: int = 0
-    tokens: int = 0
-    trained_tokens: int = 0
-    tokens_cut: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """The messages before an answer, and the answer the data gives."""
-
-    messages: tuple[dict[str, Any], ...]
-    answer: str
-
-
-@dataclass(slots=True)
-class Collection:
-    """All examples of a source, by their order: rank in the split, outcome, and where their tokens are.
-
-    An example that was cut into several pieces has several numbers in the builder, from ``first`` on.
-    """
-
-    builder: ExampleBuilder
-    ranks: array[int] = field(default_factory=lambda: array("Q"))
-    outcomes: array[int] = field(default_factory=lambda: array("B"))
-    first: array[int] = field(default_factory=lambda: array("i"))
-    pieces: array[int] = field(default_factory=lambda: array("i"))
-    tokens: array[int] = field(default_factory=lambda: array("q"))
-    trained: array[int] = field(default_factory=lambda: array("q"))
-    tokens_cut: array[int] = field(default_factory=lambda: array("q"))
-    questions: list[tuple[int, Question]] = field(default_factory=list)
-    with_special_text: int = 0
-
-    def numbers(self, chosen: npt.NDArray[np.bool_]) -> list[int]:
-        """Returns the numbers in the builder of the chosen examples' pieces."""
-        indices = np.flatnonzero(chosen)
-        return [self.first[i] + piece for i in indices for piece in range(self.pieces[i])]
-
-    def counts(self, chosen: npt.NDArray[np.bool_]) -> Counts:
-        """Returns what became of the chosen examples."""
-        outcomes = np.array(self.outcomes, np.uint8)[chosen]
-        by_outcome = {outcome.name.lower(): int((outcomes == outcome).sum()) for outcome in Outcome}
-        return Counts(
-            **by_outcome,
-            tokens=int(np.array(self.tokens, np.int64)[chosen].sum()),
-            trained_tokens=int(np.array(self.trained, np.int64)[chosen].sum()),
-            tokens_cut=int(np.array(self.tokens_cut, np.int64)[chosen].sum()),
-        )
-
-    def held_out(self, fraction: float) -> npt.NDArray[np.bool_]:
-        """Returns which examples are held out: those with the smallest ranks, equal examples on one side."""
-        ranks = np.array(self.ranks, np.uint64)
-        distinct = np.unique(ranks)
-        count = min(max(round(fraction * len(distinct)), 1), len(distinct) - 1)
-        if fraction == 0 or count < 1:
-            return np.zeros(len(ranks), np.bool_)
-        chosen: npt.NDArray[np.bool_] = ranks <= distinct[count - 1]
-        return chosen
 
 
 def collect(
@@ -108,7 +27,11 @@ def collect(
     special = re.compile("|".join(map(re.escape, coder.special_strings())) or r"(?!)")
     iterator = iter(examples)
     while chunk := list(islice(iterator, _CHUNK)):
-        for example, encoded in zip(chunk, _encode(chunk, coder), strict=True):
+        chats = _rendered(chunk, coder)
+        for example, (_, ranges) in chats:
+            answers = sum(message["role"] == "assistant" for message in example.messages or ())
+            collection.answers_not_found += max(0, answers - len(ranges))
+        for example, encoded in zip(chunk, _encode(chunk, chats, coder), strict=True):
             rank = int.from_bytes(hashlib.sha256(example.key.encode()).digest()[:8], "big")
             outcome, pieces = _sorted_out(encoded, example.text is not None, seq_len, too_long)
             numbers = [builder.add(piece) for piece in pieces]
@@ -127,15 +50,21 @@ def collect(
     return collection
 
 
-def _encode(chunk: Sequence[Example], coder: Coder) -> Iterator[Encoded]:
+def _rendered(chunk: Sequence[Example], coder: Coder) -> list[tuple[Example, Rendered]]:
     chats = []
     for example in chunk:
         if example.messages is not None:
             try:
-                chats.append(coder.rendered(example.messages))
+                chats.append((example, coder.rendered(example.messages)))
             except DataError as error:
                 raise DataError(f"{example.where}: {error}") from error
-    encoded = iter(coder.encode_rendered(chats))
+    return chats
+
+
+def _encode(
+    chunk: Sequence[Example], chats: Sequence[tuple[Example, Rendered]], coder: Coder
+) -> Iterator[Encoded]:
+    encoded = iter(coder.encode_rendered([rendered for _, rendered in chats]))
     for example in chunk:
         yield next(encoded) if example.messages is not None else coder.encode_text(example.text or "")
 

@@ -9,19 +9,17 @@ from pathlib import Path
 
 import numpy as np
 
-from memascend_jax.data.collect import Collection, Counts, Question, collect
-from memascend_jax.data.examples import Encoded, ExampleBuilder, Examples
+from memascend_jax.data.collect import collect
+from memascend_jax.data.collection import Collection, Counts, Question
+from memascend_jax.data.examples import ExampleBuilder, Examples
 from memascend_jax.data.jsonl import Example, read_examples
 from memascend_jax.data.packing import PackedExamples, pack
 from memascend_jax.data.pydocs import read_pairs
+from memascend_jax.data.random_tokens import RANDOM_HELD_OUT, full_counts, random_sequences
 from memascend_jax.data.tokenize import Coder, decoded_spans
 from memascend_jax.errors import DataError
 from memascend_jax.observe.example import Preview
 
-#: Random data is drawn up to this many tokens, or sequences; the epochs after it repeat.
-_RANDOM_TOKENS = 1 << 20
-_RANDOM_SEQUENCES = 512
-_RANDOM_HELD_OUT = 16
 _COUNTED = (
     ("examples kept", "kept"),
     ("examples cut", "cut"),
@@ -88,7 +86,10 @@ def build_dataset(
         DataError: the source is missing, malformed or empty, or no token of it is trained.
     """
     if source == "random":
-        return _random(vocab_size, seq_len, eval_fraction, eval_sequences, seed)
+        held_out_sequences = (eval_sequences or RANDOM_HELD_OUT) if eval_fraction else 0
+        train, apart_random = random_sequences(vocab_size, seq_len, held_out_sequences, seed)
+        counts = [full_counts(len(part), seq_len) for part in (train, apart_random)]
+        return Dataset(train, apart_random if held_out_sequences else None, *counts)
     if coder is None:
         raise DataError(f"data.source={source} needs a tokenizer, which this model has not; use random data")
     builder = ExampleBuilder()
@@ -152,29 +153,11 @@ def _notes(main: Collection, other: Collection, eval_fraction: float, held_out: 
             f"{special} examples contain the text of special tokens, such as an end of turn, which the model"
             " reads as such"
         )
+    not_found = main.answers_not_found + (other.answers_not_found if other is not main else 0)
+    if not_found:
+        yield (
+            f"{not_found} answers are not trained: the chat template writes them otherwise, or not at all, once"
+            " more messages follow"
+        )
     if eval_fraction and not held_out:
         yield "nothing is held out: the data has only one distinct example"
-
-
-def _random(
-    vocab_size: int, seq_len: int, eval_fraction: float, eval_sequences: int | None, seed: int
-) -> Dataset:
-    sequences = max(8, min(_RANDOM_SEQUENCES, _RANDOM_TOKENS // seq_len))
-    held_out = (eval_sequences or _RANDOM_HELD_OUT) if eval_fraction else 0
-    generator = np.random.Generator(np.random.Philox(key=[seed, 0x72616E64]))
-    builder = ExampleBuilder()
-    for _ in range(sequences + held_out):
-        tokens = generator.integers(0, vocab_size, seq_len + 1, np.int32)
-        builder.add(Encoded(tokens, np.ones(seq_len + 1, np.bool_)))
-    examples = builder.finish()
-    apart = pack(examples, range(sequences, sequences + held_out), seq_len, pad_id=0, seed=seed)
-    return Dataset(
-        train=pack(examples, range(sequences), seq_len, pad_id=0, seed=seed),
-        held_out=apart if held_out else None,
-        counts=_random_counts(sequences, seq_len),
-        held_out_counts=_random_counts(held_out, seq_len),
-    )
-
-
-def _random_counts(sequences: int, seq_len: int) -> Counts:
-    return Counts(kept=sequences, tokens=sequences * (seq_len + 1), trained_tokens=sequences * seq_len)

@@ -13,6 +13,9 @@ from memascend_jax.data.chat import ChatTemplate, Message, Range
 from memascend_jax.data.examples import Encoded, IntArray
 from memascend_jax.errors import DataError
 
+#: A conversation as text, and the character ranges in it that the assistant says.
+Rendered = tuple[str, list[Range]]
+
 
 @dataclass(slots=True)
 class Coder:
@@ -54,11 +57,11 @@ class Coder:
             ids.append(self.eos_id)
         return Encoded(np.array(ids, np.int32), np.ones(len(ids), np.bool_))
 
-    def rendered(self, messages: Sequence[Message]) -> tuple[str, list[Range]]:
+    def rendered(self, messages: Sequence[Message]) -> Rendered:
         """Returns the text of a conversation and the ranges in it that the assistant says."""
         return self._required_template().answers(messages)
 
-    def encode_rendered(self, chats: Sequence[tuple[str, list[Range]]]) -> list[Encoded]:
+    def encode_rendered(self, chats: Sequence[Rendered]) -> list[Encoded]:
         """Returns rendered conversations with only the answers trained, each cut after the last of them."""
         encodings = self.tokenizer.encode_batch([text for text, _ in chats], add_special_tokens=False)
         return [
