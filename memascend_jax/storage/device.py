@@ -19,6 +19,7 @@ from typing import Literal
 
 from memascend_jax.errors import StoreError
 from memascend_jax.storage import filesystem, signatures
+from memascend_jax.storage.layout import CATALOG_OFFSET, SUPERBLOCK_OFFSETS
 from memascend_jax.storage.store_errors import StoreIOError
 from memascend_jax.storage.superblock import MAGIC
 from memascend_jax.units import format_bytes
@@ -123,10 +124,13 @@ def existing_contents(member: Member) -> str | None:
             tail = raw.read(signatures.TAIL_BYTES)
     except OSError as error:
         raise StoreIOError.of("read", member.path, error, "check the device") from error
-    if head.startswith(MAGIC) or head[64 * 1024 :].startswith(MAGIC):
+    if any(head.startswith(MAGIC, offset) for offset in SUPERBLOCK_OFFSETS):
         return "store"
     # A regular file is the user's, whatever is in it; a device is judged by what it shows.
     found = signatures.foreign_signature(head, tail)
+    if found is None and member.nbytes <= CATALOG_OFFSET:
+        # What a crash leaves of a file before its first superblock is on disk; all of it was looked at.
+        return None
     return found if member.is_block_device or found is not None else "a file of zeros"
 
 
@@ -144,20 +148,23 @@ def reserve_space(member: Member, needed: int) -> None:
     held = os.fstat(member.fd).st_blocks * 512
     if needed - min(held, needed) > available:
         raise _full(member, needed, available, None)
-    before = os.fstat(member.fd).st_size
     try:
         filesystem.reserve(member.fd, needed)
-        if before > needed:
-            os.ftruncate(member.fd, needed)
     except OSError as error:
-        _shrink_back(member, before)
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise _full(member, needed, available, error) from error
         remedy = (
             f"the file system ({member.file_system}) cannot reserve space; use ext4, xfs or a block device"
         )
         raise StoreIOError.of(f"reserve {needed:,} bytes for", member.path, error, remedy) from error
-    member.nbytes = needed
+    member.nbytes = os.fstat(member.fd).st_size
+
+
+def cut_to(member: Member, nbytes: int) -> None:
+    """Gives back what a regular file has beyond ``nbytes``."""
+    if not member.is_block_device and os.fstat(member.fd).st_size > nbytes:
+        os.ftruncate(member.fd, nbytes)
+        member.nbytes = nbytes
 
 
 def check_length(member: Member, needed: int) -> None:
@@ -273,11 +280,6 @@ def _stat(path: str) -> os.stat_result | None:
         return None
     except OSError as error:
         raise StoreIOError.of("open store", path, error, "check the path and its permissions") from error
-
-
-def _shrink_back(member: Member, nbytes: int) -> None:
-    if os.fstat(member.fd).st_size > nbytes:
-        os.ftruncate(member.fd, nbytes)
 
 
 def _full(member: Member, needed: int, available: int, error: OSError | None) -> StoreIOError:

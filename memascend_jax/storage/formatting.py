@@ -53,10 +53,9 @@ def create_volume(
             _check_sector(members[-1], geometry.block_bytes)
         contents = [device.existing_contents(member) for member in members]
         _check_may_format(members, contents, overwrite, erase_foreign_data)
-        for index, member in enumerate(members):
-            device.reserve_space(member, geometry.member_bytes(index))
         superblock = Superblock(uuid.uuid4().bytes, 0, geometry, durability, time.time(), ready=False)
         volume = Volume(members, superblock, make_engine)
+        _reserve(volume)
         _erase(volume, contents)
         volume.write_superblocks(superblock)
         volume.flush()
@@ -178,6 +177,26 @@ def _check_sector(member: Member, block_bytes: int) -> None:
             f"'{member.path}' has sectors of {sector:,} bytes, the store's blocks are {block_bytes:,} bytes; "
             f"create the store with block_bytes={sector} or a multiple"
         )
+
+
+def _reserve(volume: Volume) -> None:
+    """Makes every member as long as it must be, before anything in an existing one is overwritten.
+
+    A new file says first that it is being created: a file of zeros would look like somebody's data after a crash.
+    """
+    before = [(member, member.nbytes) for member in volume.members]
+    try:
+        for index, member in enumerate(volume.members):
+            if not member.is_block_device and member.nbytes == 0:
+                volume.write_superblocks(volume.superblock, [index])
+                volume.flush()
+            device.reserve_space(member, volume.geometry.member_bytes(index))
+    except BaseException:
+        for member, nbytes in before:
+            device.cut_to(member, nbytes)
+        raise
+    for index, member in enumerate(volume.members):
+        device.cut_to(member, volume.geometry.member_bytes(index))
 
 
 def _erase(volume: Volume, contents: Sequence[str | None]) -> None:

@@ -63,12 +63,12 @@ class Volume:
         except OSError as error:
             raise self.io_error("write the metadata of", error) from error
 
-    def write_superblocks(self, superblock: Superblock) -> None:
-        """Writes both copies of every member's superblock as ``superblock`` says."""
+    def write_superblocks(self, superblock: Superblock, members: Sequence[int] | None = None) -> None:
+        """Writes both copies of the superblock of ``members`` (None: all) as ``superblock`` says."""
         self.write_metadata(
             [
                 (member, offset, self._block(self.superblock_of(superblock, member).encode(crc32c_bytes)))
-                for member in range(len(self.members))
+                for member in (range(len(self.members)) if members is None else members)
                 for offset in SUPERBLOCK_OFFSETS
             ]
         )

@@ -1,0 +1,378 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The store's public surface, over both engines and one to three members."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from stores import ANY_DISK, abandon, backend_arguments, read, slot, write
+
+from memascend_jax.errors import StoreError
+from memascend_jax.memory.arena import PinnedArena
+from memascend_jax.storage.engine import address_of, aligned_buffer
+from memascend_jax.storage.options import IoArguments
+from memascend_jax.storage.store_errors import DirtyStoreError
+from memascend_jax.storage.tensor_store import TensorSpec, TensorStore, bytes_needed
+
+BF16 = ml_dtypes.bfloat16
+DTYPES = [np.float32, np.float64, np.float16, BF16, np.int8, np.uint16, np.int64, np.bool_]
+
+
+@pytest.fixture(params=["io_uring", "threads"])
+def io(request: pytest.FixtureRequest) -> IoArguments:
+    return backend_arguments(request.param)
+
+
+@pytest.fixture(params=[(1,), (1, 1), (3, 1, 2)], ids=["1 member", "2 members", "3 unequal"])
+def members(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[list[Path], tuple[int, ...]]:
+    weights = request.param
+    return [tmp_path / f"m{index}.store" for index in range(len(weights))], weights
+
+
+def numbers(count: int, dtype: type = np.float32, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 100, count).astype(dtype)
+
+
+def test_arrays_of_any_type_and_length_survive_reopening(
+    members: tuple[list[Path], tuple[int, ...]], io: IoArguments
+) -> None:
+    paths, weights = members
+    arrays = {
+        f"{np.dtype(dtype).name}/{count}": numbers(count, dtype)
+        for dtype in DTYPES
+        for count in (0, 1, 7, 2047, 2048, 2049, 300_001)
+    }
+    arrays["scalar"] = np.float32(3.5).reshape(())
+    arrays["matrix"] = numbers(35).reshape(5, 7)
+    with TensorStore.create(paths, capacity="64MiB", weights=weights, **io) as store:
+        for name, array in arrays.items():
+            store.put(name, array)
+        assert store.commit(b"state") == 1
+    with TensorStore.open(paths, **io) as store:
+        assert store.names() == list(arrays)
+        assert (store.generation, store.run_state) == (1, b"state")
+        for name, array in arrays.items():
+            found = store.get(name)
+            assert found.dtype == array.dtype
+            assert found.shape == array.shape
+            np.testing.assert_array_equal(found, array)
+        assert store.verify().ok
+
+
+def test_uncommitted_writes_are_seen_at_once_and_gone_after_reopening(
+    tmp_path: Path, io: IoArguments
+) -> None:
+    spec = TensorSpec("w", "float32", (4096,), tile_elements=1024)
+    old, new = numbers(4096), numbers(4096, seed=1)
+    with TensorStore.create(tmp_path, specs=[spec], **io) as store:
+        store.write_elements("w", 0, old)
+        store.commit()
+        write(store, "w", 2, new[2048:3072])
+        mixed = np.concatenate([old[:2048], new[2048:3072], old[3072:]])
+        np.testing.assert_array_equal(read(store, "w"), mixed)
+        np.testing.assert_array_equal(store.get("w"), mixed)
+    with TensorStore.open(tmp_path, **io) as store:
+        np.testing.assert_array_equal(store.get("w"), old)
+
+
+def test_each_tile_keeps_its_own_place_over_many_partial_commits(
+    members: tuple[list[Path], tuple[int, ...]], io: IoArguments
+) -> None:
+    paths, weights = members
+    rng = np.random.default_rng(3)
+    spec = TensorSpec("w", "float32", (10_000,), tile_elements=1024)
+    model = numbers(10_000)
+    with TensorStore.create(paths, specs=[spec], weights=weights, **io) as store:
+        store.write_elements("w", 0, model)
+        store.commit()
+        for step in range(12):
+            for tile in rng.choice(10, size=rng.integers(1, 5), replace=False):
+                start, count = store.tile_span("w", int(tile))
+                model[start : start + count] = numbers(count, seed=step)
+                write(store, "w", int(tile), model[start : start + count])
+            np.testing.assert_array_equal(read(store, "w"), model)
+            store.commit(bytes([step]))
+    with TensorStore.open(paths, **io) as store:
+        np.testing.assert_array_equal(store.get("w"), model)
+        assert store.run_state == bytes([11])
+
+
+def test_one_batch_moves_many_tensors(members: tuple[list[Path], tuple[int, ...]], io: IoArguments) -> None:
+    paths, weights = members
+    specs = [TensorSpec(f"t{i}", "float32", (3000,), tile_elements=1024) for i in range(20)]
+    values = {spec.name: numbers(3000, seed=index) for index, spec in enumerate(specs)}
+    with TensorStore.create(paths, specs=specs, weights=weights, **io) as store:
+        memories = {name: slot(array) for name, array in values.items()}
+        batch = store.batch()
+        for name, memory in memories.items():
+            for tile in range(3):
+                batch.write_tile(name, tile, address_of(memory) + tile * 4096)
+        ticket = batch.submit(memories)
+        ticket.wait()
+        assert ticket.done()
+        assert ticket.nbytes == 20 * 3 * 4096
+        target = aligned_buffer(20 * 3 * 4096)
+        for index, spec in enumerate(specs):
+            batch.read(spec.name, address_of(target) + index * 3 * 4096)
+        batch.submit(target).wait()
+        for index, array in enumerate(values.values()):
+            found = target[index * 12288 :][:12000].view(np.float32)
+            np.testing.assert_array_equal(found, array)
+
+
+def test_tensors_declared_in_order_are_read_as_one_request(tmp_path: Path) -> None:
+    specs = [TensorSpec(f"t{i}", "float32", (2048,), tile_elements=1024) for i in range(8)]
+    with TensorStore.create(tmp_path, specs=specs, **ANY_DISK) as store:
+        for spec in specs:
+            store.write_elements(spec.name, 0, numbers(2048))
+        target = aligned_buffer(8 * 8192)
+        before = store.counters().read_requests
+        batch = store.batch()
+        for index, spec in enumerate(specs):
+            batch.read(spec.name, address_of(target) + index * 8192)
+        batch.submit(target).wait()
+        assert store.counters().read_requests == before + 1
+
+
+def test_tail_of_the_last_block_is_zeroed_and_never_visible(tmp_path: Path) -> None:
+    with TensorStore.create(tmp_path, specs=[TensorSpec("w", "uint8", (10,))], **ANY_DISK) as store:
+        memory = aligned_buffer(4096)
+        memory[:] = 255
+        batch = store.batch()
+        batch.write_tile("w", 0, address_of(memory))
+        batch.submit(memory).wait()
+        assert memory[:10].all()
+        assert not memory[10:].any()
+        assert store.get("w").tolist() == [255] * 10
+
+
+def test_reads_and_writes_use_slots_of_an_arena(tmp_path: Path, io: IoArguments) -> None:
+    arena = PinnedArena(16 << 20)
+    with TensorStore.create(tmp_path, capacity="1MiB", arena=arena, bounce_bytes=1 << 20, **io) as store:
+        lease = arena.allocate(8192, "test")
+        store.declare(TensorSpec("w", "float32", (2048,), tile_elements=1024))
+        lease.view(0, 8192)[:] = 7
+        batch = store.batch()
+        for tile in (0, 1):
+            batch.write_tile("w", tile, lease.address + tile * 4096)
+        batch.submit(lease).wait()
+        lease.view(0, 8192)[:] = 0
+        batch.read("w", lease.address)
+        batch.submit(lease).wait()
+        assert (np.asarray(lease.view(0, 8192)) == 7).all()
+        lease.release()
+    arena.close()
+
+
+def test_put_replaces_shape_and_type_and_reuses_the_space(tmp_path: Path) -> None:
+    with TensorStore.create(tmp_path, capacity="4MiB", **ANY_DISK) as store:
+        for round_number in range(40):
+            array = numbers(100_000 + round_number, (np.float32, np.int16)[round_number % 2])
+            store.put("w", array)
+            store.commit()
+            np.testing.assert_array_equal(store.get("w"), array)
+        assert store.used_bytes <= 1 << 20
+
+
+def test_removed_tensor_is_gone_and_its_space_returns_at_commit(tmp_path: Path) -> None:
+    with TensorStore.create(tmp_path, capacity="1MiB", **ANY_DISK) as store:
+        empty = store.used_bytes
+        store.put("w", numbers(1000))
+        store.put("v", numbers(1000, seed=1))
+        store.commit()
+        store.remove("w")
+        assert "w" not in store
+        assert store.names() == ["v"]
+        store.commit()
+        store.remove("v")
+        store.commit()
+        assert store.used_bytes == empty
+    with TensorStore.open(tmp_path, **ANY_DISK) as store:
+        assert store.names() == []
+
+
+def test_compaction_keeps_the_state_of_the_tensors_behind_a_removed_one(tmp_path: Path) -> None:
+    arrays = {f"t{i}": numbers(5000, seed=i) for i in range(6)}
+    with TensorStore.create(tmp_path, capacity="4MiB", **ANY_DISK) as store:
+        for name, array in arrays.items():
+            store.put(name, array)
+        store.commit()
+        for name in ("t0", "t3"):
+            store.remove(name)
+            del arrays[name]
+        store.put("t5", arrays["t5"] + 1)
+        arrays["t5"] = arrays["t5"] + 1
+        store.commit()
+        assert {name: store.get(name).tolist() for name in store.names()} == {
+            name: array.tolist() for name, array in arrays.items()
+        }
+    with TensorStore.open(tmp_path, **ANY_DISK) as store:
+        for name, array in arrays.items():
+            np.testing.assert_array_equal(store.get(name), array)
+
+
+@pytest.mark.parametrize("elements", [300_000, 300_000 * 9])
+def test_tile_larger_than_the_bounce_memory_is_written_in_pieces(tmp_path: Path, elements: int) -> None:
+    spec = TensorSpec("w", "float32", (elements,))
+    values = numbers(elements)
+    with TensorStore.create(tmp_path, specs=[spec], bounce_bytes=1 << 18, **ANY_DISK) as store:
+        for add in range(3):
+            store.write_elements("w", 0, values + add)
+            np.testing.assert_array_equal(store.get("w"), values + add)
+            assert store.verify().ok
+            store.commit()
+    with TensorStore.open(tmp_path, **ANY_DISK) as store:
+        np.testing.assert_array_equal(store.get("w"), values + 2)
+
+
+def test_elements_are_read_from_anywhere(tmp_path: Path) -> None:
+    values = numbers(10_000)
+    with TensorStore.create(
+        tmp_path, specs=[TensorSpec("w", "float32", (10_000,), tile_elements=1024)], **ANY_DISK
+    ) as store:
+        store.write_elements("w", 0, values)
+        for start, count in [(0, 10_000), (1, 1), (1023, 2), (5000, 4321), (10_000, 0), (9_999, 1)]:
+            np.testing.assert_array_equal(
+                store.read_elements("w", start, count), values[start : start + count]
+            )
+        np.testing.assert_array_equal(read(store, "w", 2048, 3000), values[2048:5048])
+
+
+def test_read_only_tensor_has_one_place_and_is_written_once(tmp_path: Path) -> None:
+    spec = TensorSpec("w", "float32", (1 << 18,), tile_elements=1024, mutable=False)
+    with TensorStore.create(tmp_path, specs=[spec], **ANY_DISK) as store:
+        assert store.capacity_bytes == 1 << 20
+        store.write_elements("w", 0, numbers(1 << 18))
+        store.write_elements("w", 0, numbers(1 << 18, seed=1))
+        store.commit()
+        with pytest.raises(StoreError, match=r"'w'.*mutable=False"):
+            write(store, "w", 0, numbers(1024))
+
+
+def test_scratch_is_written_and_read_outside_generations(tmp_path: Path, io: IoArguments) -> None:
+    specs = [TensorSpec("w", "float32", (1024,))]
+    with TensorStore.create(tmp_path, specs=specs, scratch_bytes=1 << 20, **io) as store:
+        store.write_elements("w", 0, numbers(1024))
+        spool = store.scratch("spool", 1 << 20)
+        data = slot(numbers(1 << 17, seed=4))
+        batch = store.batch()
+        for piece in range(8):
+            spool.write(address_of(data) + piece * 65536, 65536, piece * 65536, batch)
+        batch.submit(data)
+        target = aligned_buffer(data.nbytes)
+        ticket = spool.read(address_of(target), data.nbytes)
+        assert ticket is not None
+        ticket.wait()
+        np.testing.assert_array_equal(target, data)
+        store.commit()
+        np.testing.assert_array_equal(store.get("w"), numbers(1024))
+        with pytest.raises(StoreError, match=r"no room for scratch 'more' of 4,096 bytes"):
+            store.scratch("more", 4096)
+        with pytest.raises(StoreError, match="outside it or misaligned"):
+            spool.write(address_of(data), 4096, 1 << 20)
+        store.release_scratch("spool")
+        store.scratch("more", 1 << 20)
+
+
+def test_checkpoint_durability_takes_half_the_space_and_refuses_after_a_crash(tmp_path: Path) -> None:
+    specs = [TensorSpec("w", "float32", (1 << 20,), tile_elements=1 << 18)]
+    values = numbers(1 << 20)
+    assert bytes_needed(specs, 0, "step") - bytes_needed(specs, 0, "checkpoint") == 4 << 20
+    store = TensorStore.create(tmp_path, specs=specs, durability="checkpoint", **ANY_DISK)
+    assert store.capacity_bytes == 4 << 20
+    store.write_elements("w", 0, values)
+    store.commit(b"one")
+    assert not store.dirty
+    store.close()
+
+    store = TensorStore.open(tmp_path, **ANY_DISK)
+    store.write_elements("w", 0, values + 1)
+    assert store.dirty
+    generation = store.commit(b"two")
+    assert not store.dirty
+    write(store, "w", 1, values[:262144])
+    abandon(store)
+
+    with pytest.raises(DirtyStoreError, match=r"overwritten in place after generation 3") as caught:
+        TensorStore.open(tmp_path, **ANY_DISK)
+    assert (caught.value.generation, caught.value.run_state) == (generation, b"two")
+    with TensorStore.open(tmp_path, read_only=True, **ANY_DISK) as store:
+        assert store.dirty
+        assert store.run_state == b"two"
+        report = store.verify()
+        assert [(fault.tensor, report.tiles) for fault in report.faults] == [("w", 4)]
+
+
+def test_members_may_be_given_in_any_order(tmp_path: Path) -> None:
+    paths = [tmp_path / f"m{index}" for index in range(3)]
+    values = numbers(2_000_000)
+    with TensorStore.create(paths, capacity="32MiB", weights=[2, 1, 3], **ANY_DISK) as store:
+        store.put("w", values)
+        store.commit()
+    with TensorStore.open(paths[::-1], **ANY_DISK) as store:
+        assert store.paths == [str(path) for path in paths]
+        np.testing.assert_array_equal(store.get("w"), values)
+
+
+def test_files_are_private_and_fully_reserved(tmp_path: Path) -> None:
+    with TensorStore.create(tmp_path, capacity="3MiB", **ANY_DISK):
+        status = (tmp_path / "memascend.store").stat()
+    assert status.st_mode & 0o777 == 0o600
+    assert status.st_blocks * 512 >= 3 << 20
+
+
+def test_capacity_is_what_the_planner_computes(tmp_path: Path) -> None:
+    specs = [
+        TensorSpec("a", "float32", (5000,), tile_elements=1024),
+        TensorSpec("b", "bfloat16", (100, 576), row_access=True),
+        TensorSpec("c", "float32", (3,), mutable=False),
+    ]
+    paths = [tmp_path / "x", tmp_path / "y"]
+    for durability in ("step", "checkpoint"):
+        expected = bytes_needed(specs, 100_000, durability, weights=(1, 2))
+        with TensorStore.create(
+            paths,
+            specs=specs,
+            scratch_bytes=100_000,
+            durability=durability,
+            weights=(1, 2),
+            overwrite=True,
+            **ANY_DISK,
+        ):
+            assert sum(path.stat().st_size for path in paths) == expected
+
+
+def test_inspect_and_counters_describe_the_store(tmp_path: Path) -> None:
+    with TensorStore.create(tmp_path, capacity="8MiB", **ANY_DISK) as store:
+        start = store.counters()
+        store.put("w", numbers(1 << 18))
+        moved = store.counters()
+        assert moved.write_bytes - start.write_bytes == 1 << 20
+        store.get("w")
+        assert store.counters().read_bytes - moved.read_bytes == 1 << 20
+        store.commit(b"12345")
+        described = store.inspect()
+        assert described["generation"] == 1
+        assert described["run_state_bytes"] == 5
+        assert described["tensors"][0]["name"] == "w"
+        assert described["tensors"][0]["written"]
+        total = described["bytes_written"]
+    with TensorStore.open(tmp_path, **ANY_DISK) as store:
+        assert store.inspect()["bytes_written"] >= 1 << 20
+        assert store.inspect()["bytes_written"] <= total + (1 << 20)
+
+
+def test_wipe_removes_a_file_store_even_an_open_failed_one(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with TensorStore.create(path, capacity="1MiB", **ANY_DISK) as store:
+        with pytest.raises(StoreError, match="in use"):
+            TensorStore.wipe(path)
+        store.commit()
+    raw = bytearray(path.read_bytes())
+    raw[100:200] = bytes(100)
+    path.write_bytes(raw)
+    assert TensorStore.wipe(path) == [str(path)]
+    assert not path.exists()
