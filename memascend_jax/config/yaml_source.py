@@ -16,6 +16,7 @@ from memascend_jax.config.faults import Fault, KeyPath, Place
 from memascend_jax.config.values import Plain, is_null
 
 _DEEPEST = 12
+_MOST_VALUES = 100_000
 
 
 @dataclass(slots=True)
@@ -78,6 +79,7 @@ class _Reader:
     def __init__(self, source: Source, lines: list[str]) -> None:
         self._source = source
         self._lines = lines
+        self._count = 0
 
     def mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
         values: dict[str, Any] = {}
@@ -103,6 +105,12 @@ class _Reader:
 
     def _value(self, node: yaml.Node, path: KeyPath) -> Any:
         self._source.value_places[path] = self.place(node)
+        self._count += 1
+        if self._count >= _MOST_VALUES:
+            # Aliases of aliases stand for more values than any memory holds.
+            if self._count == _MOST_VALUES:
+                self._fault(path, f"more than {_MOST_VALUES} values", self.place(node))
+            return None
         if len(path) > _DEEPEST:
             self._fault(path, f"nested more than {_DEEPEST} levels deep", self.place(node))
             return None

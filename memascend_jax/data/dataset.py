@@ -86,27 +86,27 @@ def build_dataset(
         DataError: the source is missing, malformed or empty, or no token of it is trained.
     """
     if source == "random":
-        held_out_sequences = (eval_sequences or RANDOM_HELD_OUT) if eval_fraction else 0
-        train, apart_random = random_sequences(vocab_size, seq_len, held_out_sequences, seed)
-        counts = [full_counts(len(part), seq_len) for part in (train, apart_random)]
-        return Dataset(train, apart_random if held_out_sequences else None, *counts)
+        apart = (eval_sequences or RANDOM_HELD_OUT) if eval_fraction else 0
+        train, rest = random_sequences(vocab_size, seq_len, apart, seed)
+        full, full_rest = full_counts(len(train), seq_len), full_counts(len(rest), seq_len)
+        return Dataset(train, rest if apart else None, full, full_rest)
     if coder is None:
         raise DataError(f"data.source={source} needs a tokenizer, which this model has not; use random data")
     builder = ExampleBuilder()
     main = collect(_examples(source), coder, builder, seq_len=seq_len, too_long=too_long)
     if eval_source is None:
-        other, apart = main, main.held_out(eval_fraction)
-        kept = ~apart
+        other, held = main, main.held_out(eval_fraction)
+        kept = ~held
     else:
         other = collect(_examples(eval_source), coder, builder, seq_len=seq_len, too_long=too_long)
-        kept, apart = np.ones(len(main.ranks), np.bool_), np.ones(len(other.ranks), np.bool_)
-    counts, held_out_counts = main.counts(kept), other.counts(apart)
+        kept, held = np.ones(len(main.ranks), np.bool_), np.ones(len(other.ranks), np.bool_)
+    counts, held_out_counts = main.counts(kept), other.counts(held)
     _check_trained(source, counts, seq_len)
     if eval_source is not None:
         _check_trained(eval_source, held_out_counts, seq_len)
     examples = builder.finish()
     _check_vocabulary(examples, vocab_size)
-    held_out = pack(examples, other.numbers(apart), seq_len, pad_id=coder.pad_id, seed=seed)
+    held_out = pack(examples, other.numbers(held), seq_len, pad_id=coder.pad_id, seed=seed)
     return Dataset(
         train=pack(examples, main.numbers(kept), seq_len, pad_id=coder.pad_id, seed=seed),
         held_out=held_out.first(eval_sequences) if len(held_out) else None,

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run writes and shows: metrics that survive, progress that does not flood a log, tables that hold."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from memascend_jax.errors import DataError, StoreError
+from memascend_jax.observe import progress
+from memascend_jax.observe.example import Preview, show_preview
+from memascend_jax.observe.failure import exit_status
+from memascend_jax.observe.metrics import MetricsFile, read_lines
+from memascend_jax.observe.report import read_run
+from memascend_jax.observe.summary import sample_table, status_line, summary_rows
+
+
+def line(step: int, **more: Any) -> dict[str, Any]:
+    figures = {"loss": 4.0 / step, "step_seconds": 2.0, "tokens": 100, "host_rss_bytes": 1 << 30}
+    return {"step": step, **figures, "ssd_read_bytes": 3 << 30, "ssd_write_bytes": 2 << 30, **more}
+
+
+def console(*, terminal: bool = False) -> Console:
+    return Console(file=io.StringIO(), force_terminal=terminal, width=160, legacy_windows=False, _environ={})
+
+
+def text_of(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+# ---------------------------------------------------------------- metrics
+
+
+def test_metrics_are_cut_back_to_the_committed_step(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "metrics.jsonl"
+    with MetricsFile(path) as metrics:
+        ends = [metrics.write(line(step)) for step in (1, 2, 3)]
+    assert ends[-1] == path.stat().st_size
+    with MetricsFile(path, ends[1]) as metrics:
+        assert metrics.write(line(3, loss=0.5)) == path.stat().st_size
+    assert [entry["step"] for entry in read_lines(path)] == [1, 2, 3]
+    assert read_lines(path)[-1]["loss"] == 0.5
+
+
+def test_metrics_line_is_on_disk_before_write_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    real = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.fstat(fd).st_size), real(fd))[1])
+    with MetricsFile(tmp_path / "m.jsonl") as metrics:
+        assert metrics.write(line(1)) == synced[-1]
+
+
+def test_short_write_of_a_metrics_line_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: real(fd, data[:7], offset))
+    with MetricsFile(tmp_path / "m.jsonl") as metrics:
+        metrics.write(line(1))
+        metrics.write(line(2))
+    assert [entry["step"] for entry in read_lines(tmp_path / "m.jsonl")] == [1, 2]
+
+
+def test_full_disk_names_the_metrics_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with MetricsFile(tmp_path / "m.jsonl") as metrics:
+        monkeypatch.setattr(os, "pwrite", full)
+        with pytest.raises(OSError, match="cannot write the metrics file") as caught:
+            metrics.write(line(1))
+    assert caught.value.errno == errno.ENOSPC
+    assert caught.value.filename == str(tmp_path / "m.jsonl")
+
+
+def test_lost_metrics_do_not_stop_a_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with MetricsFile(tmp_path / "m.jsonl", 1000) as metrics:
+        assert metrics.write(line(8)) == (tmp_path / "m.jsonl").stat().st_size
+    assert "earlier lines are missing" in caplog.text
+
+
+def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
+    with MetricsFile(tmp_path / "m.jsonl") as metrics:
+        metrics.write({"loss": float("nan"), "split": [float("inf"), 1.0]})
+    assert json.loads((tmp_path / "m.jsonl").read_text()) == {"loss": None, "split": [None, 1.0]}
+
+
+# ---------------------------------------------------------------- progress
+
+
+def test_log_gets_one_line_per_30_seconds_and_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    out = console()
+    with progress.show_training(out, 50) as on_line:
+        for step in range(1, 51):
+            now += 2.0
+            on_line(line(step))
+    lines = text_of(out).splitlines()
+    assert [entry.split()[0] for entry in lines] == [
+        "step=1/50",
+        "step=16/50",
+        "step=31/50",
+        "step=46/50",
+        "step=50/50",
+    ]
+    assert all(re.fullmatch(r"(\w+=\S+ ?)+", entry) for entry in lines)
+    assert "\x1b" not in text_of(out)
+
+
+def test_time_left_ignores_the_step_that_compiles() -> None:
+    out = console()
+    with progress.show_training(out, 3) as on_line:
+        on_line(line(1, step_seconds=100.0))
+        on_line(line(2, step_seconds=2.0))
+        on_line(line(3, step_seconds=2.0))
+    assert "tokens_per_s=50.0" in text_of(out).splitlines()[-1]
+
+
+def test_terminal_gets_a_bar_with_the_figures() -> None:
+    out = console(terminal=True)
+    with progress.show_training(out, 2) as on_line:
+        on_line(line(1))
+        on_line(line(2))
+    for figure in ("loss 2.0000", "tok/s", "1.00 GiB", "3.00 GiB/2.00 GiB per step", "left", "2/2"):
+        assert figure in text_of(out)
+
+
+def test_items_are_counted_without_a_terminal() -> None:
+    out = console()
+    with progress.show_items(out, "reading the model", 3) as on_item:
+        for name in "abc":
+            on_item(name)
+    assert text_of(out).splitlines() == [
+        "doing=reading_the_model done=1/3",
+        "doing=reading_the_model done=3/3",
+    ]
+
+
+# ---------------------------------------------------------------- example, summary, report
+
+
+def test_trained_tokens_are_marked_with_and_without_colour() -> None:
+    preview = Preview([("question [b]", False), ("answer [x]", True)], [("kept", "1", "0")], ["a note"])
+    plain, colour = console(), console(terminal=True)
+    show_preview(plain, preview)
+    show_preview(colour, preview)
+    assert "question [b]⟦answer [x]⟧" in text_of(plain)
+    assert "note: a note" in text_of(plain)
+    assert "answer [x]" in text_of(colour)
+    assert "⟦" not in text_of(colour)
+
+
+def test_long_example_is_shortened() -> None:
+    out = console()
+    show_preview(out, Preview([("x" * 5000, True), ("tail", False)], []))
+    assert "…" in text_of(out)
+    assert "tail" not in text_of(out)
+
+
+def test_summary_shows_change_and_share_of_the_plan() -> None:
+    rows = dict(
+        summary_rows(
+            {
+                "eval_loss_before": 4.0,
+                "eval_loss_after": 3.0,
+                "ssd_read_bytes_per_step": 2 << 30,
+                "planned_ssd_read_bytes_per_step": 1 << 30,
+                "step_seconds_median": 2.0,
+                "compute": 1.0,
+                "skipped_steps": 0,
+            }
+        )
+    )
+    assert rows["held-out loss"] == "4.0000 → 3.0000  (-25.0 %)"
+    assert rows["read from SSD per step"] == "2.00 GiB  (2.000 of the plan)"
+    assert rows["time of a step"] == "compute 50%"
+    assert "skipped steps" not in rows
+
+
+def test_answers_are_shown_as_they_are() -> None:
+    out = console()
+    out.print(sample_table([("q [red]", "a", "[/b] before", "after")]))
+    assert "[/b] before" in text_of(out)
+    assert "q [red]" in text_of(out)
+
+
+def test_report_of_a_running_run_is_made_from_its_metrics(tmp_path: Path) -> None:
+    with MetricsFile(tmp_path / "metrics.jsonl") as metrics:
+        for step in (1, 2, 3):
+            metrics.write(line(step, step_seconds=10.0 if step == 1 else 2.0))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')
+    (tmp_path / "status.json").write_text('{"state": "running", "step": 3, "total_steps": 9}')
+    run = read_run(tmp_path)
+    assert run["steps_recorded"] == 3
+    assert run["summary"]["step_seconds_median"] == 2.0
+    assert str(status_line(run["status"])) == "running at step 3 of 9"
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]"])
+def test_folder_that_is_no_run_is_refused(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "summary.json").write_text(content)
+    with pytest.raises(DataError, match="cannot re"):
+        read_run(tmp_path)
+
+
+# ---------------------------------------------------------------- exit status
+
+
+def _raise(error: BaseException) -> int:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (StoreError("the store is gone"), 6, "memascend: the store is gone"),
+        (FileNotFoundError(2, "No such file", "/x"), 1, "No such file: '/x'"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_failure_is_one_message_and_its_status(
+    error: BaseException, status: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_status(lambda: _raise(error)) == status
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.out == ""
+
+
+def test_defect_keeps_its_traceback() -> None:
+    with pytest.raises(ZeroDivisionError):
+        exit_status(lambda: _raise(ZeroDivisionError()))
