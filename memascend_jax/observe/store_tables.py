@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -49,7 +49,7 @@ def _facts(facts: Mapping[str, Any]) -> Table:
     )
 
 
-def _members(members: list[Mapping[str, Any]]) -> Table:
+def _members(members: Sequence[Mapping[str, Any]]) -> Table:
     table = _table("members", "path", "kind", "size")
     for member in members:
         kind = "block device" if member["block_device"] else f"file on {member['file_system']}"
@@ -57,13 +57,30 @@ def _members(members: list[Mapping[str, Any]]) -> Table:
     return table
 
 
-def _tensors(tensors: list[Mapping[str, Any]]) -> Table:
-    table = _table(f"tensors ({len(tensors)})", "name", "dtype", "shape", "size", "tiles")
+def _tensors(tensors: Sequence[Mapping[str, Any]]) -> Table:
+    """One row per parameter; its optimizer state, ``name#leaf``, is summed up beside it."""
+    leaves: dict[str, list[Mapping[str, Any]]] = {}
     for tensor in tensors:
-        shape = Text("x".join(map(str, tensor["shape"])) or "scalar")
-        size = format_bytes(tensor["bytes"]) if tensor["written"] else "not written"
-        table.add_row(Text(tensor["name"]), tensor["dtype"], shape, size, f"{tensor['tiles']}")
+        leaves.setdefault(tensor["name"].partition("#")[0], []).append(tensor)
+    table = _table(f"tensors ({len(tensors)})", "name", "dtype", "shape", "size", "tiles", "state")
+    for name, group in leaves.items():
+        own = next((tensor for tensor in group if tensor["name"] == name), group[0])
+        rest = [tensor for tensor in group if tensor is not own]
+        shape = "x".join(map(str, own["shape"])) or "scalar"
+        cells = (own["name"], own["dtype"], shape, _size([own]), f"{own['tiles']}", _state(rest))
+        table.add_row(*map(Text, cells))
     return table
+
+
+def _state(tensors: Sequence[Mapping[str, Any]]) -> str:
+    names = ", ".join(tensor["name"].partition("#")[2] for tensor in tensors)
+    return f"{names}  {_size(tensors)}" if tensors else ""
+
+
+def _size(tensors: Sequence[Mapping[str, Any]]) -> str:
+    if not any(tensor["written"] for tensor in tensors):
+        return "not written"
+    return format_bytes(sum(tensor["bytes"] for tensor in tensors))
 
 
 def _pairs(title: str, rows: list[tuple[str, str]]) -> Table:
