@@ -19,7 +19,7 @@ constexpr std::uint32_t kMaxDepth = 1024;
 
 // A request that keeps ending without progress is given up after this many tries. A file that ends
 // inside the request looks the same as a device that is slow to start: both move nothing.
-constexpr std::uint32_t kMaxFruitless = 8;
+constexpr std::uint32_t kMaxFruitless = 32;
 
 // Direct I/O must go on at a block boundary. The block is taken from the request's own alignment:
 // a request that is not aligned did not go to a direct descriptor, and may go on anywhere.
@@ -165,7 +165,7 @@ void IoEngine::flush() {
   // Keeps the descriptors open: a sync on a closed number could reach another file.
   const std::lock_guard closing(close_mutex_);
   if (!thread_.joinable()) throw std::logic_error("the I/O engine is closed");
-  throw_lost_failure();
+  throw_unobserved_failure();
   std::vector<int> errors(members_.size(), 0);
   const auto sync_one = [&](std::uint32_t member) noexcept {
     errors[member] = backend_->sync(member);
@@ -206,7 +206,7 @@ std::string IoEngine::registration_reason() const {
 
 void IoEngine::close() {
   stop();
-  throw_lost_failure();
+  throw_unobserved_failure();
 }
 
 void IoEngine::stop() noexcept {
@@ -222,7 +222,7 @@ void IoEngine::stop() noexcept {
   for (const Member& member : members_) ::close(member.fd);
 }
 
-void IoEngine::throw_lost_failure() {
+void IoEngine::throw_unobserved_failure() {
   if (const auto failure = log_->take()) throw failure->error();
 }
 

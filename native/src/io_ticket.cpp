@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
 #include <cerrno>
 #include <utility>
 
@@ -22,22 +23,28 @@ SystemError IoFailure::error() const {
   return SystemError(error_number, std::move(text), path);
 }
 
-void FailureLog::add(IoFailure failure) noexcept {
+void FailureLog::add(const Ticket* ticket, IoFailure failure) noexcept {
   const std::lock_guard lock(mutex_);
-  if (!first_) first_ = std::move(failure);
+  failures_.emplace_back(ticket, std::move(failure));
+}
+
+void FailureLog::observed(const Ticket* ticket) noexcept {
+  const std::lock_guard lock(mutex_);
+  failures_.erase(std::remove_if(failures_.begin(), failures_.end(),
+                                 [&](const auto& entry) { return entry.first == ticket; }),
+                  failures_.end());
 }
 
 std::optional<IoFailure> FailureLog::take() noexcept {
   const std::lock_guard lock(mutex_);
-  return std::exchange(first_, std::nullopt);
+  if (failures_.empty()) return std::nullopt;
+  IoFailure first = std::move(failures_.front().second);
+  failures_.clear();
+  return first;
 }
 
 Ticket::Ticket(std::uint64_t nbytes, std::shared_ptr<FailureLog> log)
     : nbytes_(nbytes), log_(std::move(log)), pending_(nbytes), done_(nbytes == 0) {}
-
-Ticket::~Ticket() {
-  if (failure_ && !observed_) log_->add(std::move(*failure_));
-}
 
 bool Ticket::wait_for(std::chrono::nanoseconds timeout) const {
   if (done()) return true;
@@ -49,7 +56,7 @@ void Ticket::wait() {
   std::unique_lock lock(mutex_);
   ended_.wait(lock, [&] { return done(); });
   if (!failure_) return;
-  observed_ = true;
+  log_->observed(this);
   throw failure_->error();
 }
 
@@ -59,8 +66,10 @@ void Ticket::progress(std::uint64_t nbytes) noexcept {
 }
 
 // The first failure counts; what follows it is often its consequence.
-void Ticket::fail(IoFailure failure) noexcept {
-  if (!failure_) failure_ = std::move(failure);
+void Ticket::fail(const IoFailure& failure) noexcept {
+  if (failure_) return;
+  failure_ = failure;
+  if (failure.direction == Direction::kWrite) log_->add(this, failure);
 }
 
 void Ticket::finish() noexcept {

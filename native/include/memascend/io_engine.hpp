@@ -12,6 +12,7 @@
 #include <optional>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "memascend/error.hpp"
@@ -40,23 +41,25 @@ struct IoFailure {
   SystemError error() const;
 };
 
-// Failures of tickets that were dropped without being looked at. `IoEngine::flush` and `close`
-// throw the first: a lost write error must not end in a commit.
+class Ticket;
+
+// Failed writes whose ticket nobody has waited for. `IoEngine::flush` and `close` throw the first:
+// a write error that was not looked at must not end in a commit.
 class FailureLog {
  public:
-  void add(IoFailure failure) noexcept;
+  void add(const Ticket* ticket, IoFailure failure) noexcept;
+  void observed(const Ticket* ticket) noexcept;
   std::optional<IoFailure> take() noexcept;
 
  private:
   std::mutex mutex_;
-  std::optional<IoFailure> first_;
+  std::vector<std::pair<const Ticket*, IoFailure>> failures_;
 };
 
 // The end of a batch. Completes even when the engine is closed or destroyed first.
 class Ticket {
  public:
   Ticket(std::uint64_t nbytes, std::shared_ptr<FailureLog> log);
-  ~Ticket();
   Ticket(const Ticket&) = delete;
   Ticket& operator=(const Ticket&) = delete;
 
@@ -72,7 +75,7 @@ class Ticket {
 
   // These are called by the engine's thread only.
   void progress(std::uint64_t nbytes) noexcept;
-  void fail(IoFailure failure) noexcept;
+  void fail(const IoFailure& failure) noexcept;
   bool failed() const noexcept { return failure_.has_value(); }
   void finish() noexcept;
 
@@ -80,7 +83,6 @@ class Ticket {
   const std::shared_ptr<FailureLog> log_;
   std::uint64_t pending_;
   std::optional<IoFailure> failure_;  // published by done_
-  bool observed_ = false;
   std::atomic<bool> done_{false};
   mutable std::mutex mutex_;
   mutable std::condition_variable ended_;
@@ -121,7 +123,7 @@ class IoEngine {
   std::shared_ptr<Ticket> submit(Direction direction, const std::vector<Segment>& segments);
 
   // Makes every completed write durable on all members (fdatasync). Throws the failure of a sync,
-  // or of a batch whose ticket nobody looked at.
+  // or of a write whose ticket nobody has waited for.
   void flush();
 
   IoCounters counters() const noexcept;
@@ -130,7 +132,7 @@ class IoEngine {
   bool uses_registered_buffers() const noexcept;
   std::string registration_reason() const;
 
-  // Drains, stops the thread and closes the descriptors. Throws as `flush` does for lost failures.
+  // Drains, stops the thread and closes the descriptors. Throws as `flush` does for failed writes.
   void close();
 
   static constexpr std::size_t kMaxQueued = 8192;
@@ -166,7 +168,7 @@ class IoEngine {
   void retire(std::uint32_t tag) noexcept;
   void fail(const Flight& flight, std::uint64_t moved, int error_number) noexcept;
   void stop() noexcept;
-  void throw_lost_failure();
+  void throw_unobserved_failure();
   void count(const Completion& completion, Direction direction) noexcept;
 
   const std::uint64_t request_bytes_;

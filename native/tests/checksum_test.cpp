@@ -1,0 +1,99 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "memascend/checksum.hpp"
+
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "check.hpp"
+#include "memascend/thread_pool.hpp"
+
+using namespace memascend;
+
+namespace {
+
+std::vector<std::byte> random_bytes(std::size_t count) {
+  std::mt19937 random(3);
+  std::vector<std::byte> bytes(count);
+  for (auto& byte : bytes) byte = static_cast<std::byte>(random());
+  return bytes;
+}
+
+// The definition, bit by bit.
+std::uint32_t slow(const std::byte* data, std::size_t count) {
+  std::uint32_t crc = ~0U;
+  for (std::size_t i = 0; i < count; ++i) {
+    crc ^= static_cast<std::uint32_t>(data[i]);
+    for (int bit = 0; bit < 8; ++bit) crc = (crc >> 1) ^ ((crc & 1U) != 0 ? 0x82F63B78U : 0U);
+  }
+  return ~crc;
+}
+
+}  // namespace
+
+TEST(known_values_of_rfc_3720) {
+  std::vector<std::byte> bytes(32, std::byte{0});
+  CHECK_EQUAL(crc32c(bytes.data(), 32), 0x8A9136AAU);
+  std::fill(bytes.begin(), bytes.end(), std::byte{0xFF});
+  CHECK_EQUAL(crc32c(bytes.data(), 32), 0x62A8AB43U);
+  for (std::size_t i = 0; i < 32; ++i) bytes[i] = static_cast<std::byte>(i);
+  CHECK_EQUAL(crc32c(bytes.data(), 32), 0x46DD794EU);
+  const char* digits = "123456789";
+  CHECK_EQUAL(crc32c(reinterpret_cast<const std::byte*>(digits), 9), 0xE3069283U);
+  CHECK_EQUAL(crc32c(bytes.data(), 0), 0U);
+}
+
+TEST(both_ways_agree_with_the_definition_at_every_length_and_alignment) {
+  const auto bytes = random_bytes(600);
+  for (std::size_t begin = 0; begin < 9; ++begin)
+    for (std::size_t count = 0; begin + count <= bytes.size(); count += 1 + count / 64) {
+      const std::uint32_t expected = slow(bytes.data() + begin, count);
+      CHECK_EQUAL(detail::crc32c_tables(bytes.data() + begin, count, 0), expected);
+      if (detail::crc32c_has_instruction())
+        CHECK_EQUAL(detail::crc32c_instruction(bytes.data() + begin, count, 0), expected);
+    }
+}
+
+TEST(three_streams_agree_with_one_around_their_lengths) {
+  if (!detail::crc32c_has_instruction()) return;
+  const auto bytes = random_bytes(3 * 8192 * 2 + 100);
+  for (const std::size_t count : {24575U, 24576U, 24577U, 24583U, 24584U, 49151U, 49152U, 49250U})
+    CHECK_EQUAL(detail::crc32c_instruction(bytes.data(), count, 5),
+                detail::crc32c_tables(bytes.data(), count, 5));
+}
+
+TEST(a_seed_continues_and_combine_joins) {
+  const auto bytes = random_bytes(100000);
+  const std::uint32_t whole = crc32c(bytes.data(), bytes.size());
+  for (const std::size_t cut : {0U, 1U, 7U, 4096U, 99999U, 100000U}) {
+    const std::uint32_t a = crc32c(bytes.data(), cut);
+    const std::uint32_t b = crc32c(bytes.data() + cut, bytes.size() - cut);
+    CHECK_EQUAL(crc32c(bytes.data() + cut, bytes.size() - cut, a), whole);
+    CHECK_EQUAL(crc32c_combine(a, b, bytes.size() - cut), whole);
+  }
+}
+
+TEST(threads_change_nothing) {
+  const auto bytes = random_bytes((std::size_t{18} << 20) + 12345);
+  const std::uint32_t expected = crc32c(bytes.data(), bytes.size(), 9);
+  const int before = kernel_pool().threads();
+  for (const int threads : {1, 2, 3, 7}) {
+    kernel_pool().resize(threads);
+    CHECK_EQUAL(crc32c_parallel(bytes.data(), bytes.size(), 9), expected);
+    CHECK_EQUAL(crc32c_parallel(bytes.data(), 0, 9), 9U);
+  }
+  kernel_pool().resize(before);
+}
+
+TEST(many_ranges_are_checksummed_each) {
+  const auto bytes = random_bytes(5000);
+  std::vector<const std::byte*> data;
+  std::vector<std::uint64_t> lengths;
+  for (std::size_t i = 0; i < 50; ++i) {
+    data.push_back(bytes.data() + i * 90);
+    lengths.push_back(i * 3);
+  }
+  std::vector<std::uint32_t> out(50);
+  crc32c_many(data.data(), lengths.data(), out.data(), out.size());
+  for (std::size_t i = 0; i < 50; ++i) CHECK_EQUAL(out[i], slow(data[i], lengths[i]));
+}
