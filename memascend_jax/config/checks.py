@@ -45,6 +45,11 @@ def _unavailable(config: Config) -> Iterator[Finding]:
             ("optimizer.loss_scale",),
             "optimizer.loss_scale is not available in this version; use null",
         )
+    if config.offload.device_memory is not None:
+        yield (
+            ("offload.device_memory",),
+            "offload.device_memory is not available in this version, nothing would obey it; use null",
+        )
     if config.checkpoint.every:
         yield ("checkpoint.every",), "checkpoint.every is not available in this version; set it to 0"
 

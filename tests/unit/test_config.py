@@ -264,6 +264,23 @@ def test_contradictions_name_the_keys(overrides: list[str], expected: str) -> No
     assert expected in faults_of(overrides=tuple(overrides))
 
 
+@pytest.mark.parametrize(
+    "override",
+    [
+        "model.compute_dtype=float16",
+        "optimizer.state_format=split",
+        "optimizer.groups=[{match: norm, weight_decay: 0}]",
+        "offload.placement=host",
+        "offload.device_memory=8GiB",
+        "checkpoint.every=5",
+        "run.trace=true",
+    ],
+)
+def test_setting_that_nothing_would_obey_is_refused(override: str) -> None:
+    assert f"{override.split('=')[0]}" in faults_of(overrides=(override,))
+    assert "not available in this version" in faults_of(overrides=(override,))
+
+
 def test_contradictions_are_reported_beside_wrong_values() -> None:
     text = faults_of(overrides=("train.seed=x", "model.source=random"))
     assert "train.seed" in text
