@@ -61,7 +61,7 @@ def resolve_paths(paths: PathLike | Sequence[PathLike]) -> list[str]:
     resolved = []
     for path in listed:
         text = os.fspath(path)
-        resolved.append(str(Path(text) / DEFAULT_FILE_NAME) if Path(text).is_dir() else text)
+        resolved.append(str(Path(text) / DEFAULT_FILE_NAME) if _is_directory(text) else text)
     if not resolved:
         raise StoreError("a store needs at least one path: a directory, a file or a block device")
     seen: dict[str, str] = {}
@@ -97,7 +97,7 @@ def create_member(path: str, *, direct_io: DirectIo) -> Member:
     if status is not None:
         return _open_checked(path, status, os.O_RDWR, direct_io)
     parent = Path(path).parent
-    if path.endswith("/") or not parent.is_dir():
+    if path.endswith("/") or not _is_directory(parent):
         missing = path if path.endswith("/") else parent
         raise StoreError(
             f"cannot create a store at '{path}': the directory '{missing}' does not exist; create it, or mount "
@@ -271,6 +271,14 @@ def _lock(member: Member, shared: bool) -> None:
             time.sleep(0.02)
         except OSError as error:
             raise StoreIOError.of("lock store", member.path, error, "its file system cannot lock") from error
+
+
+def _is_directory(path: PathLike) -> bool:
+    try:
+        return Path(path).is_dir()
+    except OSError:
+        # Not ours to see; opening it tells why.
+        return False
 
 
 def _stat(path: str) -> os.stat_result | None:
