@@ -6,12 +6,14 @@ One layer's weights are in memory at a time. Skipped where the model was never f
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 from memascend_jax.checkpoints.smollm2 import cached_smollm2_135m
 from memascend_jax.checkpoints.source import open_checkpoint
@@ -74,6 +76,18 @@ def test_tokenizer_gives_the_golden_tokens(checkpoint, golden):
 def test_each_digit_is_a_word_of_its_own(checkpoint):
     # The space before a number stays with the spaces before it, as the model was trained to see it.
     assert checkpoint.tokenizer().encode("x =   42").tokens == ["x", "Ġ=", "ĠĠĠ", "4", "2"]
+
+
+def test_exported_tokenizer_is_the_same(checkpoint, golden):
+    files = checkpoint.export_files()
+    exported = Tokenizer.from_buffer(files["tokenizer.json"])
+    for index in range(PROMPTS):
+        assert exported.encode(str(golden[f"prompt_{index}"])).ids == golden[f"tokens_{index}"].tolist()
+    named = json.loads(files["tokenizer_config.json"])
+    assert (named["bos_token"], named["eos_token"], named["pad_token"]) == (
+        *("<|im_start|>", "<|im_end|>", "<|im_end|>"),
+    )
+    assert files["chat_template.jinja"].decode() == checkpoint.chat_template
 
 
 def test_logits_are_those_of_transformers(checkpoint, golden):
