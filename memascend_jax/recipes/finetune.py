@@ -17,13 +17,13 @@ from memascend_jax.data.dataset import Dataset
 from memascend_jax.errors import MemascendError, StoppedError
 from memascend_jax.memory.allocator import limit_heap_growth, trim_heap
 from memascend_jax.memory.meter import Meter
-from memascend_jax.observe.metrics import MetricsFile
+from memascend_jax.observe.metrics import MetricsFile, read_lines
 from memascend_jax.observe.screen import Screen
 from memascend_jax.recipes.inputs import ModelSource, open_data, open_model
 from memascend_jax.recipes.planning import plan_config
 from memascend_jax.recipes.run_folder import RunFolder
 from memascend_jax.recipes.run_store import find_run, open_store
-from memascend_jax.recipes.run_summary import read_metrics, summarise
+from memascend_jax.recipes.run_summary import summarise
 from memascend_jax.recipes.session import Session, build_arena, open_session
 from memascend_jax.training.generate import generate_greedy
 from memascend_jax.training.initialise import initialise_state
@@ -223,7 +223,7 @@ def _save(job: Run, session: Session) -> None:
     """Exports the model and writes the summary."""
     if job.config.run.export:
         _export(job, session)
-    summary = summarise(job.state, job.plan, read_metrics(job.folder.metrics))
+    summary = summarise(job.state, job.plan, read_lines(job.folder.metrics))
     job.folder.write_summary(summary)
     _commit(job, session, finished=True)
     job.screen.show_summary(summary, _sample_rows(job))

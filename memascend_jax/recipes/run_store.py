@@ -9,8 +9,10 @@ from pathlib import Path
 from memascend_jax.config import Config, changed_keys, store_paths
 from memascend_jax.errors import ConfigError, StoreError
 from memascend_jax.memory.arena import PinnedArena
-from memascend_jax.storage.tensor_store import TensorStore, is_store
-from memascend_jax.training.plan import RunPlan
+from memascend_jax.storage.device import resolve_paths
+from memascend_jax.storage.formatting import is_member
+from memascend_jax.storage.tensor_store import TensorStore
+from memascend_jax.training.plan import BOUNCE_BYTES, RunPlan
 from memascend_jax.training.run_state import RunState
 
 
@@ -31,7 +33,7 @@ def find_run(config: Config) -> Found | None:
         ConfigError: the store's run was started with other settings that change the training.
     """
     paths = [str(path) for path in store_paths(config)]
-    exists = any(is_store(path) for path in paths)
+    exists = any(map(is_member, resolve_paths(paths)))
     resume = config.run.resume
     if config.offload.placement == "memory":
         return None
@@ -71,7 +73,7 @@ def open_store(config: Config, plan: RunPlan, arena: PinnedArena, *, resumed: bo
     offload = config.offload
     if resumed:
         return TensorStore.open(
-            paths, io_backend=offload.io_backend, direct_io=offload.direct_io, arena=arena
+            paths, io_backend=offload.io_backend, direct_io=offload.direct_io, arena=arena, bounce_bytes=BOUNCE_BYTES
         )
     for path in paths:
         Path(path).expanduser().parent.mkdir(parents=True, exist_ok=True)
@@ -83,5 +85,6 @@ def open_store(config: Config, plan: RunPlan, arena: PinnedArena, *, resumed: bo
         io_backend=offload.io_backend,
         direct_io=offload.direct_io,
         arena=arena,
-        overwrite=any(is_store(path) for path in paths),
+        bounce_bytes=BOUNCE_BYTES,
+        overwrite=any(map(is_member, resolve_paths(paths))),
     )

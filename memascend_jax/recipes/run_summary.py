@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from memascend_jax.training.plan import RunPlan
@@ -22,12 +20,6 @@ _SPLIT = (
     "optimizer",
     "commit",
 )
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Returns the lines of a metrics file."""
-    with path.open(encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
 
 
 def summarise(state: RunState, plan: RunPlan, lines: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -25,9 +25,6 @@ from memascend_jax.training.stage_functions import StageFunctions
 from memascend_jax.training.step import TrainStep
 from memascend_jax.training.update import Updater, decayed_tensors
 from memascend_jax.transfer import make_transfer
-from memascend_jax.units import round_up
-
-_PAGE = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +39,8 @@ class Session:
 
 
 def build_arena(plan: RunPlan) -> PinnedArena:
-    """Returns the arena of exactly the planned slots."""
-    total = sum(round_up(size.nbytes, _PAGE) * size.count for size in plan.size_classes.values())
-    return PinnedArena(total)
+    """Returns the arena of exactly the planned bytes."""
+    return PinnedArena(plan.arena_bytes)
 
 
 @contextmanager
@@ -57,6 +53,7 @@ def open_session(
     with ExitStack() as stack:
         clock = StepClock()
         pool = SlotPool(arena, plan.size_classes)
+        stack.callback(pool.close)
         transfer = make_transfer(jax.local_devices()[0])
         placement: Placement
         if store is None:

@@ -33,8 +33,10 @@ from memascend_jax.units import MIB, format_bytes, round_up
 #: "Resident memory of the runtime" in docs/experiment_log.md.
 RUNTIME_BYTES = 300 * MIB
 COMPILER_BYTES = 110 * MIB
-#: Fixed cost of the store: ring, submission queues, bounce buffers.
-STORE_BYTES = 12 * MIB
+#: The store's own memory for copies (imports, exports, embedding rows), from the arena.
+BOUNCE_BYTES = 4 * MIB
+#: Rings, queues and tables of the store.
+STORE_BYTES = 4 * MIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,9 @@ class RunPlan:
 
     @property
     def arena_bytes(self) -> int:
-        return sum(size.nbytes * size.count for size in self.size_classes.values())
+        """Bytes of the arena: every slot, and the store's bounce memory."""
+        slots = sum(size.nbytes * size.count for size in self.size_classes.values())
+        return slots + (BOUNCE_BYTES if self.placement == "ssd" else 0)
 
     @property
     def capacity(self) -> dict[str, int]:
@@ -316,7 +320,8 @@ def _consumers(
             size = classes[name]
             how = f"{size.count} x {format_bytes(size.nbytes)}"
             yield Consumer("arena", what, size.nbytes * size.count, how)
-        yield Consumer("runtime", "store: rings, catalog, bounce buffers", STORE_BYTES)
+        yield Consumer("arena", "store copies", BOUNCE_BYTES, "imports, exports, embedding rows")
+        yield Consumer("runtime", "store tables and rings", STORE_BYTES)
     else:
         total = sum(size.nbytes * size.count for size in classes.values())
         yield Consumer("arena", "parameters, state and gradients", total, "placement memory")

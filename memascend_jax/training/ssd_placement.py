@@ -96,7 +96,7 @@ class SsdPlacement:
             with self._clock.span("device_to_host"):
                 self._transfer.copy_out(gradient, lease.address, offset * size, n * size)
             batch = self._store.batch()
-            scratch.write(batch, lease.address, n * size, (start + offset) * size)
+            scratch.write(lease.address, n * size, (start + offset) * size, batch)
             self._spooling.append((batch.submit(), lease))
 
     def update(self, skip_gradient: frozenset[str], apply: Callable[[LoadedGroup], None]) -> None:
@@ -105,6 +105,22 @@ class SsdPlacement:
                 self._reap_spool()
         reading: deque[tuple[UpdateGroup, Lease, Ticket]] = deque()
         writing: deque[tuple[Ticket, Lease]] = deque()
+        try:
+            self._update_groups(skip_gradient, apply, reading, writing)
+        finally:
+            # After a failure the kernel may still be using these slots: wait before they are lent again.
+            for ticket, lease in [*((ticket, lease) for _, lease, ticket in reading), *writing]:
+                lease.defer(ticket)
+                lease.release()
+        self.version += 1
+
+    def _update_groups(
+        self,
+        skip_gradient: frozenset[str],
+        apply: Callable[[LoadedGroup], None],
+        reading: deque[tuple[UpdateGroup, Lease, Ticket]],
+        writing: deque[tuple[Ticket, Lease]],
+    ) -> None:
         upcoming = iter(self._layout.update_groups)
         exhausted = False
         while True:
@@ -121,17 +137,17 @@ class SsdPlacement:
                 reading.append((group, lease, self._read_group(group, lease, skip_gradient)))
             if not reading:
                 break
-            group, lease, ticket = reading.popleft()
+            group, lease, ticket = reading[0]
             with self._clock.span("ssd_read_wait"):
                 ticket.wait()
             with self._clock.span("optimizer"):
                 apply(self._loaded_group(group, lease, skip_gradient))
-                batch = self._write_group(group, lease)
-            writing.append((batch, lease))
+                written = self._write_group(group, lease)
+            reading.popleft()
+            writing.append((written, lease))
         with self._clock.span("ssd_write_wait"):
             while writing:
                 _reap(writing)
-        self.version += 1
 
     def write(self, tensor: str, start: int, values: NDArray[Any]) -> None:
         self._store.write_elements(tensor, start, values)
@@ -172,7 +188,7 @@ class SsdPlacement:
                 batch.read(piece.tensor + leaf, address + piece.offsets[leaf], piece.start, piece.n_elements)
             if piece.tensor not in skip_gradient:
                 self._gradients[piece.tensor].read(
-                    batch, address + piece.offsets[GRADIENT], piece.n_elements * size, piece.start * size
+                    address + piece.offsets[GRADIENT], piece.n_elements * size, piece.start * size, batch
                 )
         return batch.submit()
 
@@ -237,6 +253,5 @@ class SsdStage:
 
 
 def _reap(queue: deque[tuple[Ticket, Lease]]) -> None:
-    ticket, lease = queue.popleft()
-    ticket.wait()
-    lease.release()
+    queue[0][0].wait()
+    queue.popleft()[1].release()

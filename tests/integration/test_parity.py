@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streamed training trains the same as an in-memory loop, and the same wherever the state lives."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import plain_llama
+import pytest
+from streamed_run import streamed_run
+
+from memascend_jax.optim.schedules import build_schedule
+
+pytestmark = pytest.mark.integration
+
+STEPS = 20
+#: Several head tiles and update groups, tiles that end inside tensors, uneven vocabulary.
+SHAPE = ["model.config.vocab_size=500", "model.config.hidden_size=96", "model.config.num_hidden_layers=4"]
+
+
+def reference(run, masters, dtype):
+    config = run.config
+    schedule_of = build_schedule(
+        config.optimizer.schedule,
+        config.optimizer.learning_rate,
+        warmup_steps=config.optimizer.warmup_steps,
+        total_steps=STEPS,
+    )
+    values = jnp.array([schedule_of(step) for step in range(STEPS + 1)], jnp.float32)
+    batches = [
+        [dataclasses.asdict(batch) for batch in run.data.of_step(step)] for step in range(1, STEPS + 1)
+    ]
+    return plain_llama.train(
+        masters,
+        run.plan.layout.config,
+        batches,
+        lambda count: values[count],
+        dtype=dtype,
+        clip_norm=config.optimizer.clip_norm,
+        weight_decay=config.optimizer.weight_decay,
+    )
+
+
+@pytest.mark.parametrize("tied", ["true", "false"])
+def test_float32_training_equals_an_in_memory_optax_loop(tmp_path, tied):
+    with streamed_run(
+        tmp_path,
+        *SHAPE,
+        f"model.config.tie_word_embeddings={tied}",
+        "model.compute_dtype=float32",
+        "optimizer.learning_rate=1e-4",
+        "optimizer.weight_decay=0.1",
+        total_steps=STEPS,
+    ) as run:
+        masters = {name: run.tensor(name) for name in run.names()}
+        losses = run.train(STEPS)
+        expected_losses, expected = reference(run, masters, "float32")
+        np.testing.assert_allclose(losses, expected_losses, rtol=1e-6)
+        for name in run.names():
+            np.testing.assert_allclose(run.tensor(name), expected[name], rtol=0, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("tied", ["true", "false"])
+def test_bfloat16_training_follows_an_in_memory_loop_with_our_rounding(tmp_path, tied):
+    with streamed_run(
+        tmp_path,
+        *SHAPE,
+        f"model.config.tie_word_embeddings={tied}",
+        "model.compute_dtype=bfloat16",
+        total_steps=STEPS,
+    ) as run:
+        masters = {name: run.tensor(name + "#master") for name in run.names()}
+        losses = run.train(STEPS)
+        expected_losses, _ = reference(run, masters, "bfloat16")
+        np.testing.assert_allclose(losses, expected_losses, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", ["true", "false"])
+def test_state_on_ssd_and_in_memory_trains_bit_for_bit_the_same(tmp_path, dtype, tied):
+    results = []
+    for placement in ("ssd", "memory"):
+        with streamed_run(
+            tmp_path / placement,
+            *SHAPE,
+            f"model.config.tie_word_embeddings={tied}",
+            f"model.compute_dtype={dtype}",
+            f"offload.placement={placement}",
+            total_steps=STEPS,
+        ) as run:
+            losses = run.train(STEPS)
+            leaves = ["", *(suffix for suffix, _ in run.plan.layout.format.leaves)]
+            tensors = {name + leaf: run.tensor(name + leaf) for name in run.names() for leaf in leaves}
+            results.append((losses, tensors))
+    (ssd_losses, ssd), (memory_losses, memory) = results
+    assert ssd_losses == memory_losses
+    for name, value in ssd.items():
+        assert value.tobytes() == memory[name].tobytes(), name

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the product's training step on the tiny recipe without its screen, files and export."""
+
+from __future__ import annotations
+
+import math
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from memascend_jax.config import load_config
+from memascend_jax.data.batches import BatchOrder
+from memascend_jax.recipes.inputs import open_data, open_model
+from memascend_jax.recipes.planning import plan_config
+from memascend_jax.recipes.run_store import open_store
+from memascend_jax.recipes.session import Session, build_arena, open_session
+from memascend_jax.training.initialise import initialise_state
+from memascend_jax.training.loop import StepData
+from memascend_jax.training.plan import RunPlan
+
+
+@dataclass
+class StreamedRun:
+    """A session over freshly initialised random weights, with its data."""
+
+    config: Any
+    plan: RunPlan
+    session: Session
+    data: StepData
+
+    def train(self, steps: int) -> list[float]:
+        """Trains steps 1 to ``steps``, committing each, and returns their losses."""
+        losses = []
+        for step in range(1, steps + 1):
+            losses.append(self.session.train_step(step, self.data.of_step(step)).loss)
+            self.session.placement.commit(b"")
+        return losses
+
+    def tensor(self, name: str) -> np.ndarray:
+        """Returns a tensor or state leaf whole."""
+        shape = self.plan.layout.shape_of(name.split("#")[0])
+        return self.session.placement.read(name, 0, math.prod(shape)).reshape(shape)
+
+    def names(self) -> list[str]:
+        return [tensor.name for tensor in self.plan.layout.tensors]
+
+
+@contextmanager
+def streamed_run(folder: Path, *overrides: str, total_steps: int = 20, choices=None):
+    """Yields a ``StreamedRun`` of the tiny recipe under ``overrides``, its store in ``folder``."""
+    config = load_config(["tiny_random"], [f"run.dir={folder}", "offload.direct_io=optional", *overrides])
+    model = open_model(config)
+    data = open_data(config, model)
+    plan = plan_config(config, model.config, n_examples=len(data.train))
+    arena = build_arena(plan)
+    store = open_store(config, plan, arena, resumed=False) if plan.placement == "ssd" else None
+    try:
+        with open_session(config, plan, arena, store, total_steps) as session:
+            initialise_state(plan.layout, session.placement, model.pieces)
+            train = config.train
+            step_data = StepData(
+                data.train,
+                BatchOrder(len(data.train), train.seed),
+                train.gradient_accumulation_steps,
+                train.micro_batch_size,
+            )
+            yield StreamedRun(config, plan, session, step_data)
+    finally:
+        if store is not None:
+            store.close()
+        arena.close()
