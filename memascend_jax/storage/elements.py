@@ -38,7 +38,7 @@ def write_elements(
         )
     tiles = max(-(-end // tile_elements), first + 1) - first
     raw = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
-    disk_bytes = tensor.tile_spans[first][2]
+    disk_bytes = tensor.layout.disk_span(first)[2]
     with bounce.lock:
         if disk_bytes > bounce.half_bytes:
             for tile in range(first, first + tiles):
@@ -72,7 +72,7 @@ def _write_small_tiles(
     io: TileIo, bounce: Bounce, tensor: StoredTensor, first: int, tiles: int, raw: npt.NDArray[np.uint8]
 ) -> None:
     layout = tensor.layout
-    per_piece = max(bounce.half_bytes // max(tensor.tile_spans[first][2], 1), 1)
+    per_piece = max(bounce.half_bytes // max(tensor.layout.disk_span(first)[2], 1), 1)
     in_flight: list[Ticket | None] = [None, None]
     for turn, piece in enumerate(range(first, first + tiles, per_piece)):
         previous = in_flight[turn % 2]
@@ -105,7 +105,9 @@ def _write_large_tile(
         if tensor.place[tile] == place:
             # From here on until the end the tile is neither the old nor the new one.
             tensor.poisoned.add(tile)
-        checksums = _write_pieces(io, bounce, tensor, tensor.bases[place] + tensor.tile_spans[tile][0], raw)
+        checksums = _write_pieces(
+            io, bounce, tensor, tensor.bases[place] + tensor.layout.disk_span(tile)[0], raw
+        )
         with io.lock:
             tensor.place[tile] = place
             tensor.checksums[tensor.tile_units(tile)] = checksums

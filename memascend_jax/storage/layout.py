@@ -71,10 +71,14 @@ def plan_geometry(
     """Returns the geometry that holds ``capacity_bytes``, rounded up to whole blocks or stripe rounds."""
     check_block_bytes(block_bytes)
     check_weights(weights)
-    catalog_bytes = round_up(catalog_bytes, block_bytes)
+    catalog_bytes = round_up(max(catalog_bytes, 1), block_bytes)
     if catalog_bytes > MAX_CATALOG_BYTES:
         raise StoreError(
             f"a catalog of {catalog_bytes:,} bytes is over {MAX_CATALOG_BYTES:,}; use larger tiles"
+        )
+    if not 0 <= scratch_bytes <= capacity_bytes:
+        raise StoreError(
+            f"scratch of {scratch_bytes:,} bytes is not within the capacity of {capacity_bytes:,} bytes"
         )
     whole = block_bytes if len(weights) == 1 else STRIPE_BYTES * sum(weights)
     return Geometry(

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from memascend_jax.dtypes import BY_NAME, to_dtype
 from memascend_jax.errors import StoreError
@@ -72,6 +71,8 @@ class TensorLayout:
         self.tile_elements, self.tiles = _checked_tiles(spec, self.elements, self.itemsize, block_bytes)
         self.tile_bytes = self.tile_elements * self.itemsize
         self.place_bytes = round_up(self.nbytes, block_bytes)
+        self._last_bytes = self.nbytes - (self.tiles - 1) * self.tile_bytes
+        self._last_disk_bytes = round_up(self._last_bytes, block_bytes)
         self.row_elements = math.prod(spec.shape[1:]) if spec.shape else 1
         self.row_bytes = self.row_elements * self.itemsize
         self.unit_bytes = self._unit_bytes()
@@ -91,23 +92,18 @@ class TensorLayout:
         if not self.unit_bytes:
             return self.tiles
         full = (self.tiles - 1) * self.units_per_tile
-        return full + -(-self.tile_span_bytes(self.tiles - 1)[1] // self.unit_bytes)
+        return full + -(-self._last_bytes // self.unit_bytes)
 
     def tile_span(self, tile: int) -> tuple[int, int]:
         """Returns (first element, number of elements) of ``tile``."""
         first = tile * self.tile_elements
         return first, min(self.tile_elements, self.elements - first)
 
-    def tile_span_bytes(self, tile: int) -> tuple[int, int]:
-        """Returns (first byte, number of bytes without padding) of ``tile`` within its place."""
-        first, count = self.tile_span(tile)
-        return first * self.itemsize, count * self.itemsize
-
-    @cached_property
-    def tile_span_list(self) -> list[tuple[int, int, int]]:
-        """Per tile (first byte, bytes, bytes on disk): looked up on every write."""
-        spans = (self.tile_span_bytes(tile) for tile in range(self.tiles))
-        return [(first, n, round_up(n, self.block_bytes)) for first, n in spans]
+    def disk_span(self, tile: int) -> tuple[int, int, int]:
+        """Returns (first byte within a place, bytes, bytes on disk) of ``tile``; on the step path."""
+        if tile == self.tiles - 1:
+            return tile * self.tile_bytes, self._last_bytes, self._last_disk_bytes
+        return tile * self.tile_bytes, self.tile_bytes, self.tile_bytes
 
 
 def layouts_of(specs: Sequence[TensorSpec], block_bytes: int) -> list[TensorLayout]:

@@ -107,13 +107,16 @@ def decode_superblock(raw: bytes, path: str, crc32c: Checksum) -> Superblock | N
     plausible = 1 <= members <= MAX_MEMBERS and member < members and catalog_bytes <= MAX_CATALOG_BYTES
     if not plausible or durability >= len(_DURABILITY) or state not in (_CREATING, _READY):
         raise _contradiction(path)
-    planned = plan_geometry(
-        capacity_bytes=capacity_bytes,
-        scratch_bytes=scratch_bytes,
-        catalog_bytes=catalog_bytes,
-        block_bytes=block_bytes,
-        weights=weights[:members],
-    )
+    try:
+        planned = plan_geometry(
+            capacity_bytes=capacity_bytes,
+            scratch_bytes=scratch_bytes,
+            catalog_bytes=catalog_bytes,
+            block_bytes=block_bytes,
+            weights=weights[:members],
+        )
+    except StoreError as error:
+        raise _contradiction(path) from error
     found = (stripe_bytes, capacity_bytes, scratch_bytes, catalog_bytes, data_offset, member_bytes)
     expected = (
         planned.stripe_bytes,

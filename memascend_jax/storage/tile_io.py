@@ -204,7 +204,7 @@ class TileIo:
         overwrites = False
         for tensor, tile, address in requests.writes:
             place = tensor.write_place(tile)
-            first, _, disk_bytes = tensor.tile_spans[tile]
+            first, _, disk_bytes = tensor.layout.disk_span(tile)
             places.append(place)
             if disk_bytes:
                 write_extents.append((tensor.bases[place] + first, address, disk_bytes))
@@ -293,7 +293,7 @@ class TileIo:
         lengths: list[int] = []
         counts: list[int] = []
         for tensor, tile, address in writes:
-            _, nbytes, disk_bytes = tensor.tile_spans[tile]
+            _, nbytes, disk_bytes = tensor.layout.disk_span(tile)
             if disk_bytes > nbytes:
                 ctypes.memset(address + nbytes, 0, disk_bytes - nbytes)
             if tensor.layout.unit_bytes:
@@ -340,7 +340,7 @@ def expected_checksums(tensor: StoredTensor, span: Span, address: int) -> list[C
         return [(tensor, address + begin - span.offset, stop - begin, tensor.checksums[first:last].copy())]
     checks = []
     for tile in range(span.first_tile, span.end_tile):
-        begin, nbytes, _ = tensor.tile_spans[tile]
+        begin, nbytes, _ = tensor.layout.disk_span(tile)
         if span.offset <= begin and begin + nbytes <= end:
             expected = tensor.checksums[tile : tile + 1].copy()
             checks.append((tensor, address + begin - span.offset, nbytes, expected))

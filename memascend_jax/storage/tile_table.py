@@ -45,7 +45,6 @@ class StoredTensor:
         "place",
         "poisoned",
         "spans",
-        "tile_spans",
     )
 
     place: npt.NDArray[np.uint8]
@@ -57,8 +56,6 @@ class StoredTensor:
     def __init__(self, layout: TensorLayout, bases: tuple[int, int]) -> None:
         self.layout = layout
         self.bases = bases
-        #: Per tile (first byte, bytes, bytes on disk).
-        self.tile_spans = layout.tile_span_list
         self.poisoned: set[int] = set()
         #: Checked (start, count) requests and what they mean; filled by the batch.
         self.spans: dict[tuple[int, int | None], Any] = {}

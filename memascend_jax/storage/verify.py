@@ -140,7 +140,7 @@ class _Check:
     def _compare_running(self, part: _Part, half: npt.NDArray[np.uint8]) -> None:
         seed = 0 if part.begin == 0 else self._running
         self._running = crc32c_array(half[part.at : part.at + part.nbytes], seed)
-        if part.begin + part.nbytes == part.tensor.tile_spans[part.tile][1]:
+        if part.begin + part.nbytes == part.tensor.layout.disk_span(part.tile)[1]:
             self._expect(part, -part.begin, part.tile, self._running)
 
     def _expect(self, part: _Part, offset: int, unit: int, got: int) -> None:
@@ -154,7 +154,7 @@ class _Check:
 
     @staticmethod
     def _is_whole(part: _Part) -> bool:
-        return part.begin == 0 and part.nbytes == part.tensor.tile_spans[part.tile][1]
+        return part.begin == 0 and part.nbytes == part.tensor.layout.disk_span(part.tile)[1]
 
 
 def _pieces(tensors: Iterable[StoredTensor], room: int, report: VerifyReport) -> Iterator[list[_Part]]:
@@ -169,7 +169,7 @@ def _pieces(tensors: Iterable[StoredTensor], room: int, report: VerifyReport) ->
             if place == UNWRITTEN:
                 report.unwritten += 1
                 continue
-            first, nbytes, _ = tensor.tile_spans[tile]
+            first, nbytes, _ = tensor.layout.disk_span(tile)
             report.tiles += 1
             report.bytes += nbytes
             begin = 0
