@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import platform
 import sys
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 from memascend_jax.errors import MachineError
@@ -36,7 +37,7 @@ def _check_platform() -> None:
 
 
 def _compiled_here(folder: Path) -> bool:
-    return any(folder.glob("_core*.so"))
+    return any((folder / f"_core{suffix}").is_file() for suffix in EXTENSION_SUFFIXES)
 
 
 def _installed_folders() -> list[Path]:
