@@ -36,10 +36,12 @@ def write_elements(
             f"cannot write elements [{start:,}, {end:,}) of tensor '{tensor.name}': they must be whole tiles of "
             f"{layout.tile_elements:,} elements within {layout.elements:,}"
         )
+    if len(values) == 0 and layout.elements > 0:
+        return
     tiles = max(-(-end // tile_elements), first + 1) - first
     raw = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
     disk_bytes = tensor.layout.disk_span(first)[2]
-    with bounce.lock:
+    with io.write_lock, bounce.lock:
         if disk_bytes > bounce.half_bytes:
             for tile in range(first, first + tiles):
                 begin = (tile - first) * layout.tile_bytes
@@ -95,7 +97,8 @@ def _write_large_tile(
     io: TileIo, bounce: Bounce, tensor: StoredTensor, tile: int, raw: npt.NDArray[np.uint8]
 ) -> None:
     """Writes a tile that does not fit half the bounce memory, piece by piece; it becomes current at the end."""
-    with io.write_lock:
+    # The lock keeps readers of this tile away from what is neither the old nor the new one.
+    with io.write_lock, io.lock:
         io.check_writable()
         io.check_replaceable(tensor, tile)
         io.settle_tile(tensor, tile)
@@ -103,15 +106,13 @@ def _write_large_tile(
         if tensor.committed[tile] == place:
             io.before_overwrite()
         if tensor.place[tile] == place:
-            # From here on until the end the tile is neither the old nor the new one.
+            # Should this fail, the tile is lost; else its older contents are in the other place.
             tensor.poisoned.add(tile)
-        checksums = _write_pieces(
-            io, bounce, tensor, tensor.bases[place] + tensor.layout.disk_span(tile)[0], raw
-        )
-        with io.lock:
-            tensor.place[tile] = place
-            tensor.checksums[tensor.tile_units(tile)] = checksums
-            tensor.poisoned.discard(tile)
+        store_address = tensor.bases[place] + tensor.layout.disk_span(tile)[0]
+        checksums = _write_pieces(io, bounce, tensor, store_address, raw)
+        tensor.place[tile] = place
+        tensor.checksums[tensor.tile_units(tile)] = checksums
+        tensor.poisoned.discard(tile)
 
 
 def _write_pieces(

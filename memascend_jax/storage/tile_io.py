@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 #: Direct I/O into memory needs this alignment on every device in use; slots are page aligned anyway.
 MEMORY_ALIGNMENT = 512
-#: Beyond this many tickets that nobody waited for, finished ones are looked for.
-_PRUNE_AT = 64
+#: After this many more tickets that nobody waited for, finished ones are looked for.
+_PRUNE_EVERY = 64
 
 Extents = list[tuple[int, int, int]]
 Checksums = npt.NDArray[np.uint32]
@@ -67,6 +67,10 @@ class Ticket:
             StoreError: with ``check_reads``, data that does not match its checksum.
         """
         self._io.settle(self)
+        if self._error is None and self.checks:
+            # Here, not in ``settle``: only the caller knows that the memory is still there.
+            checks, self.checks = self.checks, []
+            self._error = self._io.mismatch(checks)
         if self._error is not None:
             raise self._error
 
@@ -91,6 +95,7 @@ class TileIo:
         self._check_reads = check_reads
         self._serial = 0
         self._outstanding: dict[int, Ticket] = {}
+        self._prune_at = _PRUNE_EVERY
 
     def submit(self, requests: Requests, keepalive: object = None, check: bool = False) -> Ticket:
         """Starts ``requests``; see ``Batch.submit``. ``check``: compare checksums in ``wait``."""
@@ -114,8 +119,6 @@ class TileIo:
                 engine_ticket.wait()
             except OSError as failure:
                 error = error or self._explained(ticket.requests, failure)
-        if error is None and ticket.checks:
-            error = self.mismatch(ticket.checks)
         with self.lock:
             if ticket.settled:
                 return
@@ -125,12 +128,14 @@ class TileIo:
             self._outstanding.pop(ticket.serial, None)
             if error is not None:
                 ticket.fail(error)
-            ticket.requests, ticket.checks, ticket.engine_tickets = Requests(), [], []
+            ticket.requests, ticket.engine_tickets = Requests(), []
             ticket.settled = True
 
     def settle_all(self) -> None:
         """Waits for everything in flight."""
-        for ticket in list(self._outstanding.values()):
+        with self.lock:
+            in_flight = list(self._outstanding.values())
+        for ticket in in_flight:
             self.settle(ticket)
 
     def outstanding_serials(self) -> Collection[int]:
@@ -220,19 +225,19 @@ class TileIo:
         if overwrites:
             self.before_overwrite()
         self._settle_serials(needed)
-        if len(self._outstanding) >= _PRUNE_AT:
+        if len(self._outstanding) >= self._prune_at:
             self._prune()
         ticket = Ticket(self, serial, requests)
         if check:
             for tensor, span, address in requests.reads:
                 ticket.checks += expected_checksums(tensor, span, address)
         self._serial = serial
-        self._outstanding[serial] = ticket
         self._book(requests, serial, places, checksums)
         for extents, submit in ((reads, self.volume.submit_read), (writes, self.volume.submit_write)):
             if len(extents):
                 ticket.nbytes += int(extents[:, 2].sum())
                 ticket.engine_tickets.append(submit(extents, keepalive))
+        self._outstanding[serial] = ticket
         return ticket
 
     def _book(self, requests: Requests, serial: int, places: list[int], checksums: list[Checksums]) -> None:
@@ -318,6 +323,7 @@ class TileIo:
         for ticket in list(self._outstanding.values()):
             if ticket.done():
                 self.settle(ticket)
+        self._prune_at = len(self._outstanding) + _PRUNE_EVERY
 
     def _explained(self, requests: Requests, error: OSError) -> StoreIOError:
         reads, writes = requests.reads, requests.writes
