@@ -14,7 +14,7 @@ from memascend_jax.checkpoints.export import export_huggingface
 from memascend_jax.config import Config, to_dict
 from memascend_jax.data.batches import BatchOrder, steps_of_epochs
 from memascend_jax.data.dataset import Dataset
-from memascend_jax.errors import MemascendError, StoppedError
+from memascend_jax.errors import MemascendError, RunError, StoppedError
 from memascend_jax.memory.allocator import limit_heap_growth, trim_heap
 from memascend_jax.memory.meter import Meter
 from memascend_jax.observe.metrics import MetricsFile, read_lines
@@ -22,7 +22,7 @@ from memascend_jax.observe.screen import Screen
 from memascend_jax.recipes.inputs import ModelSource, open_data, open_model
 from memascend_jax.recipes.planning import plan_config
 from memascend_jax.recipes.run_folder import RunFolder
-from memascend_jax.recipes.run_store import find_run, open_store
+from memascend_jax.recipes.run_store import Found, find_run, open_store
 from memascend_jax.recipes.run_summary import summarise
 from memascend_jax.recipes.session import Session, build_arena, open_session
 from memascend_jax.training.generate import generate_greedy
@@ -98,6 +98,7 @@ def _load(config: Config, stack: ExitStack) -> Run:
     n_examples = len(data.train) + (len(data.held_out) if data.held_out else 0)
     plan = plan_config(config, model.config, n_examples=n_examples, tile_elements=tile_elements)
     folder = RunFolder(config)
+    _check_export_is_free(config, folder, found)
     folder.write_plan(plan.to_json())
     state = found.state if found else RunState(0, to_dict(config), plan.depths.tile_elements)
     total_steps = _total_steps(config, data)
@@ -106,6 +107,16 @@ def _load(config: Config, stack: ExitStack) -> Run:
     if found:
         screen.say(f"going on from step {state.step} of {total_steps} (generation {found.generation})")
     return Run(config, folder, screen, model, data, plan, total_steps, state, found is not None)
+
+
+def _check_export_is_free(config: Config, folder: RunFolder, found: Found | None) -> None:
+    """Refuses before the run what would fail after it."""
+    finished = found is not None and found.state.results.get("finished")
+    if config.run.export and folder.export.exists() and not finished:
+        raise RunError(
+            f"run.export=true, but '{folder.export}' exists already and is never overwritten; move it away, or choose "
+            "another run.dir"
+        )
 
 
 def _total_steps(config: Config, data: Dataset) -> int:

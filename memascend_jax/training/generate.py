@@ -95,4 +95,4 @@ def _next_tokens(
             choice = functions.head_argmax(choice, weight, x, model.tile_starts[tile])
             del weight
             stages.advance()
-        return np.asarray(choice.index)
+        return np.asarray(choice.token)

@@ -71,12 +71,12 @@ class SsdPlacement:
         dtype = self._layout.format.param_dtype
         batch = self._store.batch()
         leases = []
-        with self._clock.span("ssd_read_wait"):
-            for part in parts:
-                nbytes = self._store.slot_bytes(math.prod(part.memory_shape), dtype)
-                lease = self._pool.lease(part_class(key.kind, nbytes))
-                leases.append(lease)
-                batch.read(part.tensor, lease.address, part.start, part.n_elements)
+        for part in parts:
+            nbytes = self._store.slot_bytes(math.prod(part.memory_shape), dtype)
+            # Waiting here is waiting for the computation that still reads the slot.
+            lease = self._pool.lease(part_class(key.kind, nbytes), label=part.tensor)
+            leases.append(lease)
+            batch.read(part.tensor, lease.address, part.start, part.n_elements)
         return SsdStage(self, parts, leases, batch.submit())
 
     def read_rows(self, tensor: str, rows: NDArray[np.int64]) -> NDArray[Any]:
