@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The meter sees what is really touched and locked, and the cgroup reader finds the tightest limit."""
+
+from __future__ import annotations
+
+import mmap
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from memascend_jax.memory.arena import PinnedArena
+from memascend_jax.memory.cgroup import CgroupMemory, memory_cgroups
+from memascend_jax.memory.meter import (
+    Meter,
+    available_memory_bytes,
+    peak_rss_bytes,
+    process_io_bytes,
+    take_sample,
+)
+
+MIB = 1 << 20
+#: The kernel updates resident counters in batches per thread.
+SLACK = 4 * MIB
+
+
+def test_touched_memory_is_seen_and_the_peak_stays_when_it_is_gone() -> None:
+    before = take_sample()
+    block = mmap.mmap(-1, 64 * MIB)
+    np.frombuffer(block, np.uint8)[::4096] = 1
+    touched = take_sample()
+    assert touched.anonymous_bytes + touched.shared_bytes >= (
+        before.anonymous_bytes + before.shared_bytes + 64 * MIB - SLACK
+    )
+    block = None  # type: ignore[assignment]
+    after = take_sample()
+    assert after.rss_bytes <= touched.rss_bytes - 64 * MIB + 2 * SLACK
+    assert peak_rss_bytes() >= touched.rss_bytes - SLACK
+
+
+def test_locked_memory_is_the_arenas() -> None:
+    before = take_sample().locked_bytes
+    arena = PinnedArena(8 * MIB)
+    if arena.pinning != "mlock":
+        pytest.skip(arena.pinning_reason)
+    assert take_sample().locked_bytes - before == 8 * MIB
+    arena.close()
+    assert take_sample().locked_bytes == before
+
+
+def test_the_series_grows_while_the_meter_runs() -> None:
+    with Meter(interval_s=0.005) as meter:
+        time.sleep(0.1)
+        assert meter.snapshot().rss_bytes > 0
+    series = meter.series()
+    assert len(series) >= 3
+    assert all(a.time_s < b.time_s for a, b in pairwise(series))
+    assert meter.series() == series
+
+
+def test_machine_figures_are_plausible() -> None:
+    assert 0 < available_memory_bytes() < 1 << 50
+    assert process_io_bytes().read_bytes >= 0
+
+
+def _proc(root: Path, cgroup: str, mountinfo: str) -> None:
+    own = root / "proc" / "self"
+    own.mkdir(parents=True)
+    (own / "cgroup").write_text(cgroup)
+    (own / "mountinfo").write_text(mountinfo)
+
+
+def _files(folder: Path, **values: object) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, value in values.items():
+        (folder / name.replace("__", ".")).write_text(f"{value}\n")
+
+
+def test_version_2_limits_of_all_ancestors_are_read(tmp_path: Path) -> None:
+    _proc(tmp_path, "0::/a/b\n", "31 23 0:27 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n")
+    top = tmp_path / "sys/fs/cgroup"
+    _files(top / "a", memory__current=500, memory__max=1000, memory__stat="anon 1\ninactive_file 200")
+    _files(top / "a/b", memory__current=300, memory__max="max", memory__stat="inactive_file 0")
+    inner, outer = memory_cgroups(tmp_path)
+    assert inner == CgroupMemory(None, 300, 0)
+    assert inner.available_bytes is None
+    assert outer == CgroupMemory(1000, 500, 200)
+    assert outer.available_bytes == 700
+
+
+def test_version_1_in_a_container_is_read_at_the_mount_point(tmp_path: Path) -> None:
+    _proc(
+        tmp_path,
+        "9:memory:/docker/abc\n1:name=systemd:/x\n",
+        "40 23 0:30 /docker/abc /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory\n"
+        "41 23 0:31 / /sys/fs/cgroup/cpu ro - cgroup cgroup rw,cpu\n",
+    )
+    _files(
+        tmp_path / "sys/fs/cgroup/memory",
+        memory__usage_in_bytes=64,
+        memory__limit_in_bytes=4096,
+        memory__stat="total_inactive_file 16",
+    )
+    assert memory_cgroups(tmp_path) == [CgroupMemory(4096, 64, 16)]
+
+
+def test_unlimited_version_1_is_no_limit(tmp_path: Path) -> None:
+    _proc(tmp_path, "9:memory:/\n", "40 23 0:30 / /cg ro - cgroup cgroup rw,memory\n")
+    _files(tmp_path / "cg", memory__usage_in_bytes=64, memory__limit_in_bytes=9223372036854771712)
+    assert memory_cgroups(tmp_path) == [CgroupMemory(None, 64, 0)]
+
+
+def test_no_cgroups_at_all_is_no_limit(tmp_path: Path) -> None:
+    assert memory_cgroups(tmp_path) == []
