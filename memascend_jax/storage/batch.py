@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memascend_jax.errors import StoreError
+from memascend_jax.storage.layout import Int64Array
 from memascend_jax.storage.tile_table import StoredTensor
 from memascend_jax.units import round_up
 
@@ -34,11 +35,13 @@ class Span(NamedTuple):
 class Requests:
     """What one submission asks for."""
 
-    __slots__ = ("reads", "scratch_reads", "scratch_writes", "writes")
+    __slots__ = ("reads", "scratch_reads", "scratch_writes", "unit_reads", "writes")
 
     def __init__(self) -> None:
         self.reads: list[tuple[StoredTensor, Span, int]] = []
         self.writes: list[tuple[StoredTensor, int, int]] = []
+        #: (tensor, sorted numbers of checksum units or blocks, where the first of them goes).
+        self.unit_reads: list[tuple[StoredTensor, Int64Array, int]] = []
         self.scratch_reads: list[tuple[Scratch, int, int, int]] = []
         self.scratch_writes: list[tuple[Scratch, int, int, int]] = []
 

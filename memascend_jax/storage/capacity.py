@@ -72,6 +72,8 @@ def plan_store(
         raise StoreError(f"{len(weights)} weights for {members} members; give one weight per path")
     if scratch_bytes < 0:
         raise StoreError(f"scratch_bytes cannot be negative, got {scratch_bytes:,}")
+    if capacity is None and not layouts and scratch_bytes == 0:
+        raise StoreError("a new store needs a capacity, or the specs of the tensors it is for")
     needed = data_bytes_needed(layouts, durability) + round_up(scratch_bytes, block_bytes)
     room = needed if capacity is None else _parsed(capacity)
     if capacity is not None and room < needed:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from memascend_jax.dtypes import to_dtype
 from memascend_jax.errors import StoreError
-from memascend_jax.storage.batch import Requests, Span, checked_rows
+from memascend_jax.storage.batch import Requests, checked_rows
 from memascend_jax.storage.bounce import Bounce
 from memascend_jax.storage.engine import Int64Array, address_of
 from memascend_jax.storage.tile_io import Ticket, TileIo
@@ -24,7 +24,7 @@ from memascend_jax.units import round_up
 
 
 class _Piece(NamedTuple):
-    """Rows ``[begin, end)`` in disk order, and the runs of units that hold them."""
+    """Rows ``[begin, end)`` in disk order, and the units that hold them."""
 
     begin: int
     end: int
@@ -53,7 +53,7 @@ def read_rows(
         waiting: tuple[_Piece, Ticket, npt.NDArray[np.uint8]] | None = None
         for turn, piece in enumerate(_pieces(starts, row_bytes, unit, bounce.half_bytes)):
             half = bounce.half(turn)
-            ticket = _submit(io, tensor, piece.units, unit, half)
+            ticket = _submit(io, tensor, piece.units, half)
             if waiting is not None:
                 _scatter(waiting, starts, order, row_bytes, unit, target)
             waiting = (piece, ticket, half)
@@ -85,22 +85,10 @@ def _distinct_units(first: Int64Array, last: Int64Array) -> Int64Array:
     return np.unique(first[source] + step)
 
 
-def _submit(
-    io: TileIo, tensor: StoredTensor, units: Int64Array, unit: int, half: npt.NDArray[np.uint8]
-) -> Ticket:
-    """Starts reading ``units`` to the start of ``half``, runs of neighbours as one request, and their check."""
-    layout = tensor.layout
-    breaks = np.flatnonzero(np.diff(units) != 1) + 1
-    begins = np.concatenate(([0], breaks))
-    ends = np.concatenate((breaks, [len(units)]))
+def _submit(io: TileIo, tensor: StoredTensor, units: Int64Array, half: npt.NDArray[np.uint8]) -> Ticket:
+    """Starts reading ``units`` to the start of ``half``, one after the other."""
     requests = Requests()
-    base = address_of(half)
-    for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
-        offset = int(units[begin]) * unit
-        disk_bytes = min((end - begin) * unit, layout.place_bytes - offset)
-        nbytes = min(disk_bytes, layout.nbytes - offset)
-        tiles = offset // layout.tile_bytes, (offset + nbytes - 1) // layout.tile_bytes + 1
-        requests.reads.append((tensor, Span(*tiles, offset, nbytes, disk_bytes), base + begin * unit))
+    requests.unit_reads.append((tensor, units, address_of(half)))
     return io.submit(requests, half, check=True)
 
 

@@ -221,7 +221,12 @@ class TileIo:
             scratch.locate(address, nbytes, offset, read_extents, needed, writes=False, serial=serial)
         for scratch, address, nbytes, offset in requests.scratch_writes:
             scratch.locate(address, nbytes, offset, write_extents, needed, writes=True, serial=serial)
-        reads, writes = _checked(read_extents), _checked(write_extents)
+        unit_extents = [
+            self._locate_units(tensor, units, address, needed)
+            for tensor, units, address in requests.unit_reads
+        ]
+        reads = _checked(np.concatenate([_array(read_extents), *unit_extents]))
+        writes = _checked(_array(write_extents))
         if overwrites:
             self.before_overwrite()
         self._settle_serials(needed)
@@ -231,6 +236,8 @@ class TileIo:
         if check:
             for tensor, span, address in requests.reads:
                 ticket.checks += expected_checksums(tensor, span, address)
+            for tensor, units, address in requests.unit_reads:
+                ticket.checks += expected_unit_checksums(tensor, units, address)
         self._serial = serial
         self._book(requests, serial, places, checksums)
         for extents, submit in ((reads, self.volume.submit_read), (writes, self.volume.submit_write)):
@@ -248,6 +255,8 @@ class TileIo:
             tensor.checksums[tensor.tile_units(tile)] = values
         for tensor, span, _ in requests.reads:
             tensor.last_read[span.first_tile : span.end_tile] = serial
+        for tensor, units, _ in requests.unit_reads:
+            tensor.last_read[tiles_of(tensor, units)] = serial
 
     def _locate_read(
         self, tensor: StoredTensor, span: Span, address: int, extents: Extents, needed: set[int]
@@ -256,10 +265,7 @@ class TileIo:
         if disk_bytes == 0:
             return
         if tensor.poisoned and not tensor.poisoned.isdisjoint(range(first, end)):
-            raise StoreError(
-                f"cannot read tensor '{tensor.name}': the last write of one of its tiles {first} to {end - 1} "
-                "failed; write the tile again"
-            )
+            raise _lost(tensor)
         places = tensor.place[first:end]
         place = int(places[0])
         if self._outstanding:
@@ -278,6 +284,25 @@ class TileIo:
                 raise _unwritten(tensor, begin // tile_bytes)
             extents.append((tensor.bases[place] + begin, address + begin - offset, stop - begin))
 
+    def _locate_units(
+        self, tensor: StoredTensor, units: Int64Array, address: int, needed: set[int]
+    ) -> Int64Array:
+        """Returns the extents of scattered units, which go to memory one after the other."""
+        unit = tensor.layout.unit_bytes or tensor.layout.block_bytes
+        tiles = tiles_of(tensor, units)
+        places = tensor.place[tiles]
+        if (places == UNWRITTEN).any():
+            raise _unwritten(tensor, int(tiles[places == UNWRITTEN][0]))
+        if tensor.poisoned and not tensor.poisoned.isdisjoint(tiles.tolist()):
+            raise _lost(tensor)
+        if self._outstanding:
+            needed.update(np.unique(tensor.last_write[tiles]).tolist())
+        extents = np.empty((len(units), 3), np.int64)
+        extents[:, 0] = np.array(tensor.bases, np.int64)[places] + units * unit
+        extents[:, 1] = address + np.arange(len(units)) * unit
+        extents[:, 2] = np.minimum(unit, tensor.layout.place_bytes - units * unit)
+        return extents
+
     def _check_writes(self, requests: Requests) -> None:
         seen: set[tuple[int, int]] = set()
         for tensor, tile, _ in requests.writes:
@@ -285,12 +310,9 @@ class TileIo:
                 raise StoreError(f"tile {tile} of tensor '{tensor.name}' is written twice in one batch")
             seen.add((id(tensor), tile))
             self.check_replaceable(tensor, tile)
-        if seen and requests.reads:
-            for tensor, span, _ in requests.reads:
-                if any((id(tensor), tile) in seen for tile in range(span.first_tile, span.end_tile)):
-                    raise StoreError(
-                        f"tensor '{tensor.name}' is read and written in one batch; use one batch for each"
-                    )
+        for tensor, span, _ in requests.reads:
+            if any((id(tensor), tile) in seen for tile in range(span.first_tile, span.end_tile)):
+                raise StoreError(f"tensor '{tensor.name}' is read and written in one batch; use one for each")
 
     def _checksums_of(self, writes: Iterable[tuple[StoredTensor, int, int]]) -> list[Checksums]:
         """Returns the checksums of each write, and zeroes the slots' room behind the last element."""
@@ -326,8 +348,9 @@ class TileIo:
         self._prune_at = len(self._outstanding) + _PRUNE_EVERY
 
     def _explained(self, requests: Requests, error: OSError) -> StoreIOError:
-        reads, writes = requests.reads, requests.writes
-        names = list(dict.fromkeys(entry[0].name for entry in (*reads, *writes)))
+        touched = (*requests.reads, *requests.unit_reads, *requests.writes)
+        writes = requests.writes
+        names = list(dict.fromkeys(entry[0].name for entry in touched))
         writing = bool(writes or requests.scratch_writes)
         return self.explained(names, "write" if writing else "read", error)
 
@@ -353,13 +376,39 @@ def expected_checksums(tensor: StoredTensor, span: Span, address: int) -> list[C
     return checks
 
 
-def _checked(extents: Extents) -> Int64Array:
-    array = np.array(extents, np.int64).reshape(-1, 3)
-    if (array[:, 1] % MEMORY_ALIGNMENT).any():
+def expected_unit_checksums(tensor: StoredTensor, units: Int64Array, address: int) -> list[Check]:
+    """Returns what the memory of scattered ``units`` must hold; nothing for a tensor without row access."""
+    layout = tensor.layout
+    if not layout.unit_bytes or len(units) == 0:
+        return []
+    last = min(layout.unit_bytes, layout.nbytes - int(units[-1]) * layout.unit_bytes)
+    nbytes = (len(units) - 1) * layout.unit_bytes + last
+    return [(tensor, address, nbytes, tensor.checksums[units])]
+
+
+def tiles_of(tensor: StoredTensor, units: Int64Array) -> Int64Array:
+    """Returns the tile that each of ``units`` lies in; units never cross tiles."""
+    layout = tensor.layout
+    return units * (layout.unit_bytes or layout.block_bytes) // layout.tile_bytes
+
+
+def _array(extents: Extents) -> Int64Array:
+    return np.array(extents, np.int64).reshape(-1, 3)
+
+
+def _checked(extents: Int64Array) -> Int64Array:
+    if (extents[:, 1] % MEMORY_ALIGNMENT).any():
         raise StoreError(
             f"memory for direct I/O must be aligned to {MEMORY_ALIGNMENT} bytes; use slots of a PinnedArena"
         )
-    return array
+    return extents
+
+
+def _lost(tensor: StoredTensor) -> StoreError:
+    return StoreError(
+        f"cannot read tensor '{tensor.name}': the last write of tile {sorted(tensor.poisoned)[0]} failed; write "
+        "the tile again"
+    )
 
 
 def _unwritten(tensor: StoredTensor, tile: int) -> StoreError:

@@ -80,7 +80,7 @@ def test_failed_write_is_raised_and_blocks_the_commit_until_it_is_repeated(
     disk.refuse = lambda kind, path, offset: 0
     with pytest.raises(StoreError, match=r"cannot commit.*last write of 1 tiles failed \('w' tile 3\)"):
         store.commit()
-    with pytest.raises(StoreError, match=r"cannot read tensor 'w': the last write of one of its tiles"):
+    with pytest.raises(StoreError, match=r"cannot read tensor 'w': the last write of tile 3 failed"):
         read(store, "w")
     np.testing.assert_array_equal(read(store, "w", 0, 3 * TILE), values(1)[: 3 * TILE])
     write(store, "w", 3, values(9)[3 * TILE : 4 * TILE])
