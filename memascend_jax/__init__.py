@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from memascend_jax.memory.arena import PinnedArena as PinnedArena
-    from memascend_jax.storage.tensor_store import TensorStore as TensorStore
     from memascend_jax.storage.tensor_store import TensorSpec as TensorSpec
+    from memascend_jax.storage.tensor_store import TensorStore as TensorStore
 
 __version__ = "0.1.0"
 

@@ -133,9 +133,13 @@ def _set_up(job: Run, stack: ExitStack) -> tuple[Session, Trainer]:
     """Builds the parts, writes the first generation of a new run, and compiles."""
     import jax
 
-    jax.config.update("jax_compilation_cache_dir", str(job.folder.compile_cache))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    cache = {
+        "jax_compilation_cache_dir": str(job.folder.compile_cache),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    for name, value in cache.items():
+        jax.config.update(name, value)  # type: ignore[no-untyped-call]
     job.folder.write_status("starting", job.state.step, job.total_steps)
     arena = build_arena(job.plan)
     stack.callback(arena.close)
@@ -224,8 +228,8 @@ def _answers(job: Run, session: Session) -> list[str]:
         return []
     prompts = [coder.encode_prompt(question.messages).tolist() for question in questions]
     eos = job.model.config.eos_token_id
-    stop_ids = set(eos) if isinstance(eos, tuple) else {eos}
-    stop_ids.add(coder.eos_id)
+    ends = (*(eos if isinstance(eos, tuple) else (eos,)), coder.eos_id)
+    stop_ids = {token for token in ends if token is not None}
     answers = generate_greedy(session.model, prompts, max_new_tokens=_SAMPLE_TOKENS, stop_ids=stop_ids)
     return [coder.tokenizer.decode(answer, skip_special_tokens=True).strip() for answer in answers]
 

@@ -75,7 +75,7 @@ def _budget(config: Config) -> int:
 def _disk_free_bytes(path: Path) -> int | None:
     """Free bytes where a new store at ``path`` would go, or None when that is a device or cannot be told."""
     folder = path.expanduser().absolute()
-    if folder.is_block_device() or folder.exists() and not folder.is_dir():
+    if folder.is_block_device() or (folder.exists() and not folder.is_dir()):
         return None
     while not folder.is_dir():
         folder = folder.parent

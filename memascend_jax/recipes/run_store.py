@@ -73,7 +73,11 @@ def open_store(config: Config, plan: RunPlan, arena: PinnedArena, *, resumed: bo
     offload = config.offload
     if resumed:
         return TensorStore.open(
-            paths, io_backend=offload.io_backend, direct_io=offload.direct_io, arena=arena, bounce_bytes=BOUNCE_BYTES
+            paths,
+            io_backend=offload.io_backend,
+            direct_io=offload.direct_io,
+            arena=arena,
+            bounce_bytes=BOUNCE_BYTES,
         )
     for path in paths:
         Path(path).expanduser().parent.mkdir(parents=True, exist_ok=True)

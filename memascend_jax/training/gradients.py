@@ -78,7 +78,7 @@ class StepGradients:
         if faulty:
             shown = ", ".join(faulty[:4]) + (f" and {len(faulty) - 4} more" if len(faulty) > 4 else "")
             raise NonfiniteError(
-                f"the gradient of {shown} is not finite ({len(faulty)} of {len(squares)} tensors); nothing of this step "
-                "was applied. Lower optimizer.learning_rate, or look at the batch that this step trained on."
+                f"the gradient of {shown} is not finite ({len(faulty)} of {len(squares)} tensors); nothing of "
+                "this step was applied. Lower optimizer.learning_rate, or look at the batch that this step trained on."
             )
         return math.sqrt(sum(squares.values()))

@@ -150,10 +150,10 @@ def _stage_parts(
     by_layer: dict[int, list[StagePart]] = {}
     for tensor in tensors:
         if tensor.name.startswith(_LAYER_PREFIX):
-            index, local = tensor.name.removeprefix(_LAYER_PREFIX).split(".", 1)
-            by_layer.setdefault(int(index), []).append(StagePart(local, tensor.name, 0, tensor.shape))
-    for index, parts in by_layer.items():
-        yield StageKey(LAYER, index), tuple(parts)
+            number, local = tensor.name.removeprefix(_LAYER_PREFIX).split(".", 1)
+            by_layer.setdefault(int(number), []).append(StagePart(local, tensor.name, 0, tensor.shape))
+    for layer, parts in by_layer.items():
+        yield StageKey(LAYER, layer), tuple(parts)
     yield StageKey(NORM, 0), (StagePart("weight", NORM_NAME, 0, (config.hidden_size,)),)
     head = head_weight_name(config)
     for index in range(n_head_tiles):

@@ -15,6 +15,7 @@ from memascend_jax.memory.budget import Consumer, MemoryPlan, choose_plan
 from memascend_jax.memory.pool import SizeClass
 from memascend_jax.models.shapes import EMBED_NAME, LlamaConfig
 from memascend_jax.optim.state_format import BLOCK_BYTES, StateFormat, itemsize
+from memascend_jax.storage.superblock import Durability
 from memascend_jax.storage.tensor_store import TensorSpec, bytes_needed
 from memascend_jax.training.model_layout import ModelLayout, plan_layout
 from memascend_jax.training.slot_classes import SPOOL, UPDATE, memory_classes, part_class
@@ -84,7 +85,7 @@ class RunPlan:
 
     layout: ModelLayout
     placement: str
-    durability: str
+    durability: Durability
     depths: Depths
     memory: MemoryPlan
     size_classes: dict[str, SizeClass]
@@ -221,24 +222,28 @@ def _plan(
     scratch = sum(
         round_up(math.prod(tensor.shape) * itemsize(fmt.grad_dtype), BLOCK_BYTES) for tensor in layout.tensors
     )
-    if durability == "plan":
-        needed = bytes_needed(specs, scratch, "step")
-        durability = "checkpoint" if disk_free_bytes is not None and needed > disk_free_bytes else "step"
+    kept = _durability(durability, bytes_needed(specs, scratch, "step"), disk_free_bytes)
     read, write = step_traffic(layout, depths, workload) if on_ssd else (0, 0)
     consumers = tuple(_consumers(layout, classes, workload, on_ssd))
     return RunPlan(
         layout=layout,
         placement=placement,
-        durability=durability,
+        durability=kept,
         depths=depths,
         memory=MemoryPlan(consumers, budget_bytes),
         size_classes=classes,
         specs=specs,
         scratch_bytes=scratch,
-        disk_bytes=bytes_needed(specs, scratch, durability) if on_ssd else 0,
+        disk_bytes=bytes_needed(specs, scratch, kept) if on_ssd else 0,
         ssd_read_bytes_per_step=read,
         ssd_write_bytes_per_step=write,
     )
+
+
+def _durability(wanted: str, step_bytes: int, disk_free_bytes: int | None) -> Durability:
+    if wanted == "plan":
+        return "checkpoint" if disk_free_bytes is not None and step_bytes > disk_free_bytes else "step"
+    return "step" if wanted == "step" else "checkpoint"
 
 
 def ssd_classes(layout: ModelLayout, depths: Depths) -> dict[str, SizeClass]:

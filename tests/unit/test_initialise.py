@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -14,7 +16,7 @@ from memascend_jax.training.initialise import cut_into_tiles
 
 def pieces_of(values, cuts):
     bounds = [0, *sorted(cuts), len(values)]
-    for begin, end in zip(bounds, bounds[1:], strict=False):
+    for begin, end in pairwise(bounds):
         yield begin, values[begin:end]
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 
@@ -77,7 +78,7 @@ def test_pieces_of_a_group_do_not_overlap_and_lie_on_blocks(layout):
             for leaf, offset in piece.offsets.items()
         )
         assert all(begin % BLOCK_BYTES == 0 for begin, _ in spans)
-        assert all(end <= begin for (_, end), (begin, _) in zip(spans, spans[1:], strict=False))
+        assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
         assert spans[-1][1] <= group.nbytes
 
 
