@@ -13,11 +13,9 @@ import pytest
 
 from memascend_jax._native import _core
 
-#: XLA contracts multiply and add where the kernel may not: three units in the last place of weights up to 4, after
-#: 10 steps (measured 7.2e-7).
+#: optax's bias corrections are compiled and may be off by an unit in the last place, which the weights take up over ten
+#: steps: three units of weights up to 4 (measured 7.2e-7).
 OPTAX_ATOL = 1e-6
-#: The same, relative, for the moments: mu is a sum of ten terms of either sign, nu of one.
-MOMENT_RTOL = 1e-5
 
 
 def test_ten_steps_of_adamw_equal_optax() -> None:
@@ -49,11 +47,10 @@ def test_ten_steps_of_adamw_equal_optax() -> None:
             bias1=_optax_bias(b1, step + 1),
             bias2=_optax_bias(b2, step + 1),
         )
-    expected = np.asarray(params)
-    np.testing.assert_allclose(master, expected, rtol=0, atol=OPTAX_ATOL)
-    np.testing.assert_allclose(mu, np.asarray(state[0].mu), rtol=MOMENT_RTOL, atol=1e-7)
-    np.testing.assert_allclose(nu, np.asarray(state[0].nu), rtol=MOMENT_RTOL, atol=0)
-    assert np.mean(master == expected) > 0.9
+    np.testing.assert_allclose(master, np.asarray(params), rtol=0, atol=OPTAX_ATOL)
+    # Eager optax rounds after every operation, as the kernel does; the moments depend on nothing else.
+    np.testing.assert_array_equal(mu, np.asarray(state[0].mu))
+    np.testing.assert_array_equal(nu, np.asarray(state[0].nu))
 
 
 def _optax_bias(decay: float, count: int) -> float:
