@@ -84,12 +84,7 @@ class StoredTensor:
 
         Never the committed one where there are two: that is what makes a generation atomic.
         """
-        if self.bases[1] == NO_PLACE:
-            return 0
-        place, committed = int(self.place[tile]), int(self.committed[tile])
-        if place != committed:
-            return place
-        return 1 if committed == 0 else 0
+        return 1 if self.bases[1] != NO_PLACE and self.committed[tile] == 0 else 0
 
 
 class TileTable:
