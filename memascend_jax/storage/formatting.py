@@ -23,7 +23,14 @@ from memascend_jax.storage.layout import (
     Geometry,
 )
 from memascend_jax.storage.store_errors import StoreIOError
-from memascend_jax.storage.superblock import MAGIC, Durability, Superblock, decode_session, decode_superblock
+from memascend_jax.storage.superblock import (
+    MAGIC,
+    RECORD_BYTES,
+    Durability,
+    Superblock,
+    decode_session,
+    decode_superblock,
+)
 from memascend_jax.storage.volume import Volume
 
 
@@ -124,16 +131,25 @@ def read_session(volume: Volume) -> tuple[int, bool]:
 
 
 def is_member(path: str) -> bool:
-    """Returns whether ``path`` holds the superblock of a store, damaged or not."""
+    """Returns whether ``path`` holds a member of a store, damaged or not, that is not merely half created."""
+    copies = _peek_superblocks(path)
+    decoded = [decode_superblock(raw, path, crc32c_bytes) for raw in copies]
+    return bool(copies) and all(superblock is None or superblock.ready for superblock in decoded)
+
+
+def has_superblock(path: str) -> bool:
+    """Returns whether anything at ``path`` was written by this program: a member, damaged or half created."""
+    return bool(_peek_superblocks(path))
+
+
+def _peek_superblocks(path: str) -> list[bytes]:
+    """Returns the records at ``path`` that begin like a superblock."""
     try:
         with open(path, "rb", buffering=0) as raw:
-            return any(_starts_with_magic(raw.fileno(), offset) for offset in SUPERBLOCK_OFFSETS)
+            found = [os.pread(raw.fileno(), RECORD_BYTES, offset) for offset in SUPERBLOCK_OFFSETS]
     except OSError:
-        return False
-
-
-def _starts_with_magic(fd: int, offset: int) -> bool:
-    return os.pread(fd, len(MAGIC), offset) == MAGIC
+        return []
+    return [record for record in found if record.startswith(MAGIC)]
 
 
 def _check_may_format(
@@ -249,7 +265,7 @@ def decoded_copies(member: Member) -> list[Superblock]:
 def _read_superblock(member: Member) -> Superblock:
     valid = decoded_copies(member)
     if not valid:
-        if is_member(member.path):
+        if has_superblock(member.path):
             raise StoreError(
                 f"cannot open '{member.path}': both copies of its superblock are damaged; restore the store from "
                 "a checkpoint into a new one"

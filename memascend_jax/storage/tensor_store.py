@@ -154,6 +154,7 @@ class TensorStore:
             overwrite=overwrite,
             erase_foreign_data=erase,
         )
+        store = None
         try:
             store = cls(volume, options, read_only=False)
             store._declare(layouts)
@@ -162,6 +163,8 @@ class TensorStore:
             store._begin_session(1)
         except BaseException:
             formatting.abandon(volume.members, volume)
+            if store is not None:
+                store._bounce.close()
             raise
         store._log_notes()
         return store
@@ -195,6 +198,7 @@ class TensorStore:
             direct_io=options.direct_io,
             make_engine=options.engine(),
         )
+        store = None
         try:
             store = cls(volume, options, read_only=read_only)
             recovered = opening.load_generation(volume, store._table, store._space, store._committer)
@@ -205,6 +209,8 @@ class TensorStore:
                 store._begin_session(recovered.session + 1)
         except BaseException:
             volume.close()
+            if store is not None:
+                store._bounce.close()
             raise
         store._log_notes()
         return store
@@ -473,7 +479,7 @@ class TensorStore:
         """Waits for all I/O and closes the store; what was not committed is gone. Does nothing the second time."""
         if self._io.closed_reason is not None:
             return
-        with self._io.write_lock:
+        with self._io.write_lock, self._io.lock:
             self._io.settle_all()
             clean = self._io.write_refusal is None
             self._io.closed_reason = f"store '{self._volume.path}' is closed; open it again"

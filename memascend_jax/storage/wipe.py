@@ -29,7 +29,7 @@ def wipe(paths: PathLike | Sequence[PathLike]) -> list[str]:
     try:
         for path in resolved:
             members.append(device.open_member(path, read_only=False, direct_io="optional"))
-            if not formatting.is_member(path):
+            if not formatting.has_superblock(path):
                 raise StoreError(f"cannot wipe '{path}': it is not a memascend store; check the path")
         for member in members:
             _wipe_member(member)

@@ -16,6 +16,7 @@ from simulated_disk import CrashError, SimulatedDisk
 from stores import abandon
 
 from memascend_jax.errors import StoreError
+from memascend_jax.storage.formatting import is_member
 from memascend_jax.storage.options import IoArguments
 from memascend_jax.storage.store_errors import DirtyStoreError
 from memascend_jax.storage.tensor_store import TensorSpec, TensorStore
@@ -235,13 +236,16 @@ def test_interrupted_create_is_named_and_can_be_repeated(tmp_path: Path) -> None
         for persisted in disk.crash_states(8, rng):
             disk.restart(persisted)
             io["make_engine"] = SimulatedDisk().engine
+            finished = is_member(str(path))
             try:
                 store = TensorStore.create(path, capacity=65536, catalog_bytes=4096, **io)
             except StoreError:
                 # It was finished: then it is whole, and empty.
+                assert finished
                 store = TensorStore.open(path, **io)
                 assert (store.names(), store.generation) == ([], 0)
             else:
+                assert not finished
                 unfinished += 1
             with store:
                 store.put("w", np.arange(3))
