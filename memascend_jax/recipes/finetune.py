@@ -131,15 +131,7 @@ def _total_steps(config: Config, data: Dataset) -> int:
 
 def _set_up(job: Run, stack: ExitStack) -> tuple[Session, Trainer]:
     """Builds the parts, writes the first generation of a new run, and compiles."""
-    import jax
-
-    cache = {
-        "jax_compilation_cache_dir": str(job.folder.compile_cache),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    for name, value in cache.items():
-        jax.config.update(name, value)  # type: ignore[no-untyped-call]
+    _keep_compiled_code(job.folder)
     job.folder.write_status("starting", job.state.step, job.total_steps)
     arena = build_arena(job.plan)
     stack.callback(arena.close)
@@ -167,6 +159,21 @@ def _set_up(job: Run, stack: ExitStack) -> tuple[Session, Trainer]:
         pinned_bytes=job.plan.arena_bytes,
     )
     return session, trainer
+
+
+def _keep_compiled_code(folder: RunFolder) -> None:
+    """Keeps executables in the run's folder, unless the user has a place for them (JAX_COMPILATION_CACHE_DIR)."""
+    import jax
+
+    if jax.config.jax_compilation_cache_dir:
+        return
+    cache = {
+        "jax_compilation_cache_dir": str(folder.compile_cache),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    for name, value in cache.items():
+        jax.config.update(name, value)  # type: ignore[no-untyped-call]
 
 
 def _commit(job: Run, session: Session, **results: Any) -> None:

@@ -80,7 +80,7 @@ def open_store(config: Config, plan: RunPlan, arena: PinnedArena, *, resumed: bo
             bounce_bytes=BOUNCE_BYTES,
         )
     for path in paths:
-        Path(path).expanduser().parent.mkdir(parents=True, exist_ok=True)
+        _make_parent(Path(path).expanduser())
     return TensorStore.create(
         paths,
         specs=plan.specs,
@@ -92,3 +92,13 @@ def open_store(config: Config, plan: RunPlan, arena: PinnedArena, *, resumed: bo
         bounce_bytes=BOUNCE_BYTES,
         overwrite=any(map(is_member, resolve_paths(paths))),
     )
+
+
+def _make_parent(path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(
+            f"cannot make the folder of the store {str(path)!r}: {error.strerror}; set offload.store (or run.dir) to a "
+            "place that you may write to"
+        ) from error

@@ -277,7 +277,9 @@ def step_traffic(layout: ModelLayout, depths: Depths, workload: Workload) -> tup
         for key, count in loads.items()
     )
     row_bytes = layout.config.hidden_size * itemsize(fmt.param_dtype)
-    rows = min(workload.step_tokens, layout.config.vocab_size) * _row_span(row_bytes)
+    # Rows of one block are read once: never more than the table.
+    table = round_up(layout.config.vocab_size * row_bytes, BLOCK_BYTES)
+    rows = min(workload.step_tokens * _row_span(row_bytes), table)
     spooled = [t for t in layout.tensors if t.name != EMBED_NAME or layout.tied]
     gradients = sum(_blocks(math.prod(tensor.shape), fmt.grad_dtype) for tensor in spooled)
     read = write = 0

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real command on the tiny recipe: its files, its figures, stopping, going on, and refusals."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from memascend_jax.storage.tensor_store import TensorStore
+
+pytestmark = pytest.mark.integration
+
+PROGRAM = [sys.executable, "-m", "memascend_jax.recipes.llama_finetune"]
+#: What a step reports of its mathematics, as opposed to its time.
+EXACT = ("step", "loss", "learning_rate", "grad_norm", "loss_scale", "skipped_steps", "tokens")
+
+
+def command(run_dir, *overrides):
+    return [
+        *PROGRAM,
+        "--config",
+        "tiny_random",
+        f"run.dir={run_dir}",
+        "offload.direct_io=optional",
+        *overrides,
+    ]
+
+
+def run(run_dir, *overrides, cwd=None):
+    return subprocess.run(command(run_dir, *overrides), capture_output=True, text=True, cwd=cwd, timeout=250)
+
+
+def metrics(run_dir):
+    return [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
+
+
+def exact(lines):
+    return [{key: line[key] for key in EXACT} for line in lines]
+
+
+def tensors(run_dir):
+    return load_file(Path(run_dir) / "export" / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of the tiny recipe that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    done = run(folder, "train.steps=12")
+    assert done.returncode == 0, done.stderr
+    return folder, done
+
+
+def test_a_run_leaves_its_files(finished):
+    folder, _ = finished
+    names = {path.name for path in folder.iterdir()}
+    assert {"config.yaml", "plan.json", "metrics.jsonl", "summary.json", "status.json", "export"} <= names
+    status = json.loads((folder / "status.json").read_text())
+    assert (status["state"], status["step"]) == ("done", 12)
+
+
+def test_metrics_have_a_line_per_step_with_every_figure(finished):
+    lines = metrics(finished[0])
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    split = (
+        "ssd_read_wait",
+        "ssd_write_wait",
+        "host_to_device",
+        "compute",
+        "device_to_host",
+        "optimizer",
+        "commit",
+    )
+    for line in lines:
+        assert sum(line[name] for name in split) == pytest.approx(line["step_seconds"], abs=1e-4)
+        assert all(line[name] >= 0 for name in split)
+        assert line["host_peak_bytes"] >= line["host_rss_bytes"] > line["pinned_bytes"] > 0
+
+
+def test_the_plan_shows_where_the_bytes_live_and_the_result_goes_to_stdout(finished):
+    _, done = finished
+    assert "optimizer tile slots" in done.stderr
+    assert "held-out loss" in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+def test_traffic_is_what_the_plan_predicts(finished):
+    summary = json.loads((finished[0] / "summary.json").read_text())
+    assert 0.95 <= summary["ssd_read_bytes_per_step"] / summary["planned_ssd_read_bytes_per_step"] <= 1.05
+    assert 0.95 <= summary["ssd_write_bytes_per_step"] / summary["planned_ssd_write_bytes_per_step"] <= 1.05
+
+
+def test_the_export_is_byte_equal_to_the_store(finished):
+    folder, _ = finished
+    exported = tensors(folder)
+    with TensorStore.open([folder / "memascend.store"], read_only=True, direct_io="optional") as store:
+        parameters = [name for name in store.names() if "#" not in name]
+        assert sorted(exported) == sorted(parameters)
+        for name in parameters:
+            assert exported[name].tobytes() == store.get(name).tobytes(), name
+            master = store.get(name + "#master")
+            assert np.abs(master - exported[name].astype(np.float32)).max() <= np.abs(master).max() / 128
+
+
+def test_a_finished_run_is_not_run_again(finished):
+    folder, _ = finished
+    before = (folder / "metrics.jsonl").read_bytes()
+    again = run(folder, "train.steps=12")
+    assert again.returncode == 0
+    assert "complete at step 12" in again.stderr
+    assert (folder / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_run_goes_on_as_if_nothing_had_happened(finished, tmp_path, number):
+    folder = tmp_path / "run"
+    with subprocess.Popen(
+        command(folder, "train.steps=12"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        wait_for_step(folder, 3, process)
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=200)
+    assert process.returncode == 75, errors
+    assert "the same command goes on" in errors
+    stopped = json.loads((folder / "status.json").read_text())
+    assert stopped["state"] == "stopped"
+    assert 3 <= stopped["step"] < 12
+    done = run(folder, "train.steps=12")
+    assert done.returncode == 0, done.stderr
+    assert f"going on from step {stopped['step']}" in done.stderr
+    assert exact(metrics(folder)) == exact(metrics(finished[0]))
+    expected = tensors(finished[0])
+    assert all(value.tobytes() == expected[name].tobytes() for name, value in tensors(folder).items())
+
+
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(finished, tmp_path):
+    folder = tmp_path / "run"
+    for step in (2, 5, 8):
+        with subprocess.Popen(
+            command(folder, "train.steps=12"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        ) as process:
+            wait_for_step(folder, step, process)
+            process.kill()
+    done = run(folder, "train.steps=12")
+    assert done.returncode == 0, done.stderr
+    assert exact(metrics(folder)) == exact(metrics(finished[0]))
+    expected = tensors(finished[0])
+    assert all(value.tobytes() == expected[name].tobytes() for name, value in tensors(folder).items())
+
+
+def test_other_settings_do_not_continue_a_run(finished):
+    folder, _ = finished
+    refused = run(folder, "train.steps=12", "optimizer.learning_rate=3e-3")
+    assert refused.returncode == 2
+    assert "optimizer.learning_rate" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_a_run_is_never_overwritten(finished):
+    folder, _ = finished
+    size, before = (folder / "memascend.store").stat().st_size, (folder / "metrics.jsonl").read_bytes()
+    refused = run(folder, "train.steps=12", "run.resume=never")
+    assert refused.returncode == 6
+    assert "memascend store wipe" in refused.stderr
+    assert (folder / "memascend.store").stat().st_size == size
+    assert (folder / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("overrides", "status", "words"),
+    [
+        (["optimizer.lerning_rate=1", "train.steps=x"], 2, ["optimizer.learning_rate", "train.steps"]),
+        (["offload.host_memory=100MiB"], 4, ["100.00 MiB", "offload.host_memory"]),
+        (["run.resume=required"], 6, ["no store"]),
+        (["offload.store=[/proc/nowhere/s]"], 6, ["/proc/nowhere"]),
+    ],
+)
+def test_bad_input_gets_one_clear_message_and_its_status(tmp_path, overrides, status, words):
+    refused = run(tmp_path / "run", *overrides)
+    assert refused.returncode == status, refused.stderr
+    assert all(word in refused.stderr for word in words), refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_a_model_that_is_not_there_is_named(tmp_path):
+    refused = subprocess.run(
+        [*PROGRAM, "model.source=nowhere", f"run.dir={tmp_path}/run"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert refused.returncode == 5
+    assert "nowhere" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def wait_for_step(folder, step, process):
+    """Returns when the run in ``folder`` has written the metrics of ``step``."""
+    deadline = time.monotonic() + 200
+    path = folder / "metrics.jsonl"
+    while not path.exists() or path.read_bytes().count(b"\n") < step:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_counted_bytes_are_those_of_the_kernel(tmp_path):
+    """The process's own counters against ``/proc/self/io``, on the part that moves data."""
+    script = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parents[1] / "support")!r})
+from pathlib import Path
+from streamed_run import streamed_run
+def moved():
+    fields = dict(line.split(": ") for line in open("/proc/self/io").read().splitlines())
+    return int(fields["read_bytes"]), int(fields["write_bytes"])
+with streamed_run(Path({str(tmp_path / "run")!r}), "offload.direct_io=required") as run:
+    run.train(1)
+    counted, kernel = run.session.placement.io_bytes(), moved()
+    run.train(3)
+    counted = [b - a for a, b in zip(counted, run.session.placement.io_bytes())]
+    kernel = [b - a for a, b in zip(kernel, moved())]
+    print(*counted, *kernel)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=250)
+    if "O_DIRECT" in done.stderr:
+        pytest.skip("this file system has no O_DIRECT, so the kernel's counters include its cache")
+    assert done.returncode == 0, done.stderr
+    read, write, kernel_read, kernel_write = map(int, done.stdout.split())
+    assert read == pytest.approx(kernel_read, rel=0.02)
+    assert write == pytest.approx(kernel_write, rel=0.02)
