@@ -9,6 +9,7 @@ algorithm 2; here the chunk is of queries only).
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,10 @@ from memascend_jax.models.matmul import DotDims, Precision
 
 #: A score outside the mask. Finite, so that ``exp`` of a difference is never nan.
 MASKED = -1e30
+
+#: The queries are cut into this many spans; each computes scores with the keys up to its own end only, so that
+#: 4 spans do 5/8 of the square's work. More spans save little and each is compiled for itself.
+_SPANS = 4
 
 #: ``[…, rows, d] x […, keys, d]`` and ``[…, rows, keys] x […, keys, d]`` over two batch dimensions,
 #: and the transposed product ``[…, rows, a] x […, rows, b] -> […, a, b]``.
@@ -47,16 +52,22 @@ def attend(q: Array, k: Array, v: Array, segments: Array, precision: Precision, 
         k, v: ``[B, S, kv_heads, D]``; each serves ``heads / kv_heads`` consecutive query heads.
         segments: int32 ``[B, S]``. A token sees the earlier tokens of its own segment and itself.
         precision: how to multiply; softmax is in float32.
-        chunk: queries whose scores exist at a time; the largest divisor of ``S`` up to it is taken.
+        chunk: queries whose scores exist at a time; the sequence is padded to a multiple of it.
     """
     batch, seq, heads, dim = q.shape
     kv_heads = k.shape[2]
-    grouped = q.reshape(batch, seq, kv_heads, heads // kv_heads, dim).transpose(0, 2, 1, 3, 4)
-    rows = _largest_divisor(seq, chunk)
+    rows = min(chunk, seq)
+    # What is padded comes after every real token, so that none of them sees it.
+    q, k, v, segments = (_padded(x, -seq % rows) for x in (q, k, v, segments))
+    grouped = q.reshape(batch, -1, kv_heads, heads // kv_heads, dim).transpose(0, 2, 1, 3, 4)
     out = _grouped_attention(
         grouped, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), segments, precision, rows
     )
-    return out.transpose(0, 2, 1, 3, 4).reshape(batch, seq, heads, dim)
+    return out.transpose(0, 2, 1, 3, 4).reshape(batch, -1, heads, dim)[:, :seq]
+
+
+def _padded(x: Array, tokens: int) -> Array:
+    return jnp.pad(x, [(0, 0), (0, tokens)] + [(0, 0)] * (x.ndim - 2)) if tokens else x
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -70,54 +81,86 @@ def _grouped_attention(
 def _attention_forward(
     q: Array, k: Array, v: Array, segments: Array, precision: Precision, chunk: int
 ) -> tuple[Array, tuple[Array, ...]]:
-    def one_chunk(start: Array) -> tuple[Array, Array]:
-        scores = _scores(q, k, segments, start, precision, chunk)
-        top = scores.max(axis=-1, keepdims=True)
-        weights = jnp.exp(scores - top)
-        total = weights.sum(axis=-1, keepdims=True)
-        out = precision.dot(weights / total, v, _BY_KEYS)
-        return precision.round(out), (top + jnp.log(total))[..., 0]
-
-    outs, logsumexps = lax.map(one_chunk, jnp.arange(0, q.shape[2], chunk))
-    out = _join(outs).reshape(q.shape)
-    return out, (q, k, v, segments, out, logsumexps)
+    spans = [
+        _span_forward(_Span(k, v, segments, first, last), q, precision, chunk)
+        for first, last in _spans(q.shape[2], chunk)
+    ]
+    out = jnp.concatenate([_join(out) for out, _ in spans], axis=2).reshape(q.shape)
+    return out, (q, k, v, segments, out, *(logsumexps for _, logsumexps in spans))
 
 
 def _attention_backward(
     precision: Precision, chunk: int, saved: tuple[Array, ...], dout: Array
 ) -> tuple[Array, Array, Array, None]:
-    q, k, v, segments, out, logsumexps = saved
-    inverse_root = q.shape[-1] ** -0.5
-
-    def one_chunk(sums: tuple[Array, Array], at: tuple[Array, Array]) -> tuple[tuple[Array, Array], Array]:
-        dk, dv = sums
-        start, logsumexp = at
-        weights = jnp.exp(_scores(q, k, segments, start, precision, chunk) - logsumexp[..., None])
-        dout_rows, out_rows = _rows(dout, start, chunk), _rows(out, start, chunk)
-        delta = (dout_rows.astype(jnp.float32) * out_rows.astype(jnp.float32)).sum(axis=-1, keepdims=True)
-        dscores = weights * (precision.dot(dout_rows, v, _BY_LAST) - delta) * inverse_root
-        dq = precision.round(precision.dot(dscores, k, _BY_KEYS))
-        dk += precision.dot(dscores, _rows(q, start, chunk), _BY_ROWS)
-        dv += precision.dot(weights, dout_rows, _BY_ROWS)
-        return (dk, dv), dq
-
-    zeros = jnp.zeros(k.shape, jnp.float32)
-    (dk, dv), dqs = lax.scan(one_chunk, (zeros, zeros), (jnp.arange(0, q.shape[2], chunk), logsumexps))
-    return _join(dqs).reshape(q.shape).astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
+    q, k, v, segments, out, *logsumexps = saved
+    dqs, dk, dv = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+    for (first, last), of_span in zip(_spans(q.shape[2], chunk), logsumexps, strict=True):
+        span = _Span(k, v, segments, first, last)
+        dq, dkeys, dvalues = _span_backward(span, q, out, dout, of_span, precision, chunk)
+        dqs.append(_join(dq))
+        dk, dv = dk.at[:, :, :last].add(dkeys), dv.at[:, :, :last].add(dvalues)
+    dq = jnp.concatenate(dqs, axis=2).reshape(q.shape)
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
 
 
 _grouped_attention.defvjp(_attention_forward, _attention_backward)
 
 
-def _scores(q: Array, k: Array, segments: Array, start: Array, precision: Precision, chunk: int) -> Array:
-    """The masked float32 scores ``[B, K, chunk * G, S]`` of the queries from ``start``."""
-    batch, kv_heads, seq, group, dim = q.shape
-    scores = precision.dot(_rows(q, start, chunk), k, _BY_LAST) * dim**-0.5
-    query = start + jnp.arange(chunk)
-    same = lax.dynamic_slice_in_dim(segments, start, chunk, axis=1)[:, :, None] == segments[:, None, :]
-    seen = same & (query[:, None] >= jnp.arange(seq)[None, :])
-    by_group = scores.reshape(batch, kv_heads, chunk, group, seq)
-    return jnp.where(seen[:, None, :, None, :], by_group, MASKED).reshape(scores.shape)
+class _Span:
+    """The queries ``first … last``, whose chunks share one loop, and the keys that any of them sees."""
+
+    def __init__(self, k: Array, v: Array, segments: Array, first: int, last: int) -> None:
+        self.keys, self.values, self.segments = k[:, :, :last], v[:, :, :last], segments[:, :last]
+        self.first, self.last = first, last
+
+    def scores(self, q: Array, start: Array, precision: Precision, chunk: int) -> Array:
+        """The masked float32 scores ``[B, K, chunk * G, last]`` of the queries from ``start``."""
+        batch, kv_heads, _, group, dim = q.shape
+        scores = precision.dot(_rows(q, start, chunk), self.keys, _BY_LAST) * dim**-0.5
+        query = start + jnp.arange(chunk)
+        of_query = lax.dynamic_slice_in_dim(self.segments, start, chunk, axis=1)
+        seen = of_query[:, :, None] == self.segments[:, None, :]
+        seen &= query[:, None] >= jnp.arange(self.last)[None, :]
+        by_group = scores.reshape(batch, kv_heads, chunk, group, self.last)
+        return jnp.where(seen[:, None, :, None, :], by_group, MASKED).reshape(scores.shape)
+
+
+def _span_forward(span: _Span, q: Array, precision: Precision, chunk: int) -> tuple[Array, Array]:
+    """The outputs ``[chunks, B, K, rows, D]`` and log-sum-exps of a span's queries."""
+
+    def one_chunk(start: Array) -> tuple[Array, Array]:
+        scores = span.scores(q, start, precision, chunk)
+        top = scores.max(axis=-1, keepdims=True)
+        weights = jnp.exp(scores - top)
+        total = weights.sum(axis=-1, keepdims=True)
+        out = precision.round(precision.dot(weights / total, span.values, _BY_KEYS))
+        return out, (top + jnp.log(total))[..., 0]
+
+    outs, logsumexps = lax.map(one_chunk, jnp.arange(span.first, span.last, chunk))
+    return outs, logsumexps
+
+
+def _span_backward(
+    span: _Span, q: Array, out: Array, dout: Array, logsumexps: Array, precision: Precision, chunk: int
+) -> tuple[Array, Array, Array]:
+    """The gradients ``[chunks, B, K, rows, D]`` of a span's queries, and those of its keys and values."""
+
+    def one_chunk(sums: tuple[Array, Array], at: tuple[Array, Array]) -> tuple[tuple[Array, Array], Array]:
+        dk, dv = sums
+        start, logsumexp = at
+        weights = jnp.exp(span.scores(q, start, precision, chunk) - logsumexp[..., None])
+        dout_rows, out_rows = _rows(dout, start, chunk), _rows(out, start, chunk)
+        delta = (dout_rows.astype(jnp.float32) * out_rows.astype(jnp.float32)).sum(axis=-1, keepdims=True)
+        dscores = weights * (precision.dot(dout_rows, span.values, _BY_LAST) - delta) * q.shape[-1] ** -0.5
+        dq = precision.round(precision.dot(dscores, span.keys, _BY_KEYS))
+        dk += precision.dot(dscores, _rows(q, start, chunk), _BY_ROWS)
+        dv += precision.dot(weights, dout_rows, _BY_ROWS)
+        return (dk, dv), dq
+
+    zeros = jnp.zeros(span.keys.shape, jnp.float32)
+    starts = jnp.arange(span.first, span.last, chunk)
+    (dk, dv), dq = lax.scan(one_chunk, (zeros, zeros), (starts, logsumexps))
+    return dq, dk, dv
 
 
 def _rows(x: Array, start: Array, chunk: int) -> Array:
@@ -131,5 +174,8 @@ def _join(chunks: Array) -> Array:
     return chunks.transpose(1, 2, 0, 3, 4).reshape(*chunks.shape[1:3], -1, chunks.shape[-1])
 
 
-def _largest_divisor(seq: int, limit: int) -> int:
-    return next(size for size in range(min(seq, limit), 0, -1) if seq % size == 0)
+def _spans(seq: int, chunk: int) -> list[tuple[int, int]]:
+    """The queries in up to ``_SPANS`` runs of whole chunks, as ``(first, last)``."""
+    chunks = seq // chunk
+    edges = [round(chunks * part / min(chunks, _SPANS)) * chunk for part in range(min(chunks, _SPANS) + 1)]
+    return list(pairwise(edges))

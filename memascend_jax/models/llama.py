@@ -43,7 +43,7 @@ class LlamaStages:
         config: LlamaConfig,
         compute_dtype: str,
         *,
-        attention_chunk: int = 256,
+        attention_chunk: int = 64,
         precision: Precision | None = None,
     ) -> None:
         self.config = config
