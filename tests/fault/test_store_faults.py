@@ -258,6 +258,28 @@ def test_damaged_newest_catalog_on_one_member_is_taken_from_the_other(tmp_path: 
             np.testing.assert_array_equal(store.get("w"), values(2))
 
 
+def test_member_that_missed_the_last_commit_is_brought_up_to_it(tmp_path: Path) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    store = TensorStore.create(paths, specs=SPECS[:1], **ANY_DISK)
+    store.write_elements("w", 0, values())
+    store.commit(b"one")
+    slot_of_two = store._volume.geometry.catalog_slot(0)
+    size = store._volume.geometry.catalog_bytes
+    before = paths[1].read_bytes()[slot_of_two : slot_of_two + size]
+    store.write_elements("w", 0, values(1))
+    store.commit(b"two")
+    store.close()
+    with paths[1].open("r+b") as file:
+        file.seek(slot_of_two)
+        file.write(before)
+    for damaged in (None, paths[0]):
+        if damaged is not None:
+            flip(damaged, slot_of_two)
+        with TensorStore.open(paths, **ANY_DISK) as store:
+            assert (store.generation, store.run_state) == (2, b"two")
+            np.testing.assert_array_equal(store.get("w"), values(1))
+
+
 def test_no_readable_catalog_is_said(tmp_path: Path) -> None:
     path = tmp_path / "s"
     store = filled(path, ANY_DISK)
