@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 
 #include "float_formats.hpp"
 #include "memascend/kernels.hpp"
@@ -44,13 +45,18 @@ struct NoParam {
 template <typename Grad, typename Param>
 struct AdamwLoop {
   static MEMASCEND_INLINE void run(const Args& args) noexcept {
-    float* __restrict master = args.master;
-    float* __restrict mu = args.mu;
-    float* __restrict nu = args.nu;
-    const auto* __restrict grad = static_cast<const typename Grad::Storage*>(args.grad);
-    auto* __restrict param = static_cast<typename Param::Storage*>(args.param);
-    const Constants c = args.c;
-    const std::uint64_t n = args.n;
+    loop(args.master, args.mu, args.nu, static_cast<const typename Grad::Storage*>(args.grad),
+         static_cast<typename Param::Storage*>(args.param), args.n, args.c);
+  }
+
+  // The arrays are parameters because clang believes `__restrict` of these only, and does not
+  // vectorise the loop over five arrays without it.
+  static MEMASCEND_INLINE void loop(float* __restrict master, float* __restrict mu,
+                                    float* __restrict nu,
+                                    const typename Grad::Storage* __restrict grad,
+                                    typename Param::Storage* __restrict param, std::uint64_t n,
+                                    const Constants& constants) noexcept {
+    const Constants c = constants;
     for (std::uint64_t i = 0; i < n; ++i) {
       const float g = Grad::load(grad[i]) * c.grad_scale;
       const float m = c.b1 * mu[i] + c.one_minus_b1 * g;
