@@ -19,7 +19,8 @@ from memascend_jax.units import round_up
 
 if TYPE_CHECKING:
     from memascend_jax.storage.scratch import Scratch
-    from memascend_jax.storage.tile_io import Ticket, TileIo
+    from memascend_jax.storage.ticket import Ticket
+    from memascend_jax.storage.tile_io import TileIo
 
 
 class Span(NamedTuple):

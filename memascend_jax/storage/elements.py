@@ -14,7 +14,8 @@ from memascend_jax.storage.batch import Batch, Requests, checked_span, out_of_ra
 from memascend_jax.storage.bounce import Bounce
 from memascend_jax.storage.checksum import crc32c_array, crc32c_many, unit_pieces
 from memascend_jax.storage.engine import EngineTicket, address_of, aligned_buffer
-from memascend_jax.storage.tile_io import Ticket, TileIo
+from memascend_jax.storage.ticket import Ticket
+from memascend_jax.storage.tile_io import TileIo
 from memascend_jax.storage.tile_table import StoredTensor
 from memascend_jax.units import round_up
 

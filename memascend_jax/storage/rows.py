@@ -18,7 +18,8 @@ from memascend_jax.errors import StoreError
 from memascend_jax.storage.batch import Requests, checked_rows
 from memascend_jax.storage.bounce import Bounce
 from memascend_jax.storage.engine import Int64Array, address_of
-from memascend_jax.storage.tile_io import Ticket, TileIo
+from memascend_jax.storage.ticket import Ticket
+from memascend_jax.storage.tile_io import TileIo
 from memascend_jax.storage.tile_table import StoredTensor
 from memascend_jax.units import round_up
 

@@ -10,14 +10,16 @@ from memascend_jax.storage.batch import Batch
 from memascend_jax.units import round_up
 
 if TYPE_CHECKING:
-    from memascend_jax.storage.tile_io import Extents, Ticket, TileIo
+    from memascend_jax.storage.ticket import Ticket
+    from memascend_jax.storage.tile_io import Extents, TileIo
 
 
 class Scratch:
     """``nbytes`` of the store under a name, readable and writable at multiples of the block.
 
-    Its contents are not checksummed, not committed, and gone when the store is closed. A read of what is still
-    being written waits for the write, and the other way round.
+    Its contents are not checksummed, not committed, and gone when the store is closed. A read of what an earlier
+    batch is still writing waits for it, and the other way round; within one batch there is no order. A failed write
+    is raised by the ticket's ``wait`` and nowhere else.
     """
 
     def __init__(self, io: TileIo, name: str, address: int, nbytes: int, block_bytes: int) -> None:

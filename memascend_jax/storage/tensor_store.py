@@ -31,7 +31,8 @@ from memascend_jax.storage.space import Space
 from memascend_jax.storage.spec import TensorLayout, TensorSpec, layouts_of
 from memascend_jax.storage.store_errors import DirtyStoreError
 from memascend_jax.storage.superblock import Durability
-from memascend_jax.storage.tile_io import Ticket, TileIo
+from memascend_jax.storage.ticket import Ticket
+from memascend_jax.storage.tile_io import TileIo
 from memascend_jax.storage.tile_table import UNWRITTEN, StoredTensor, TileTable
 from memascend_jax.storage.verify import Fault, VerifyReport
 from memascend_jax.storage.volume import Volume
@@ -91,8 +92,6 @@ class TensorStore:
         self._session = 0
         if read_only:
             self._io.write_refusal = f"store '{volume.path}' was opened read-only; open it again to write"
-
-    # ------------------------------------------------------------------ create and open
 
     @classmethod
     def create(
@@ -220,8 +219,6 @@ class TensorStore:
         """Removes the store at ``paths`` for good and returns the paths; see ``storage.wipe``."""
         return wipe(paths)
 
-    # ------------------------------------------------------------------ what is in the store
-
     def names(self) -> list[str]:
         """Returns the names of all tensors in the order they were declared."""
         self._io.check_open()
@@ -323,8 +320,6 @@ class TensorStore:
         """What the user should know about the members' file systems."""
         return [note for member in self._volume.members for note in member.notes]
 
-    # ------------------------------------------------------------------ the fast path
-
     def batch(self) -> Batch:
         """Returns an empty batch: reads and writes of page-aligned memory without a copy."""
         return Batch(self._io)
@@ -354,8 +349,6 @@ class TensorStore:
                 if scratch is None:
                     raise StoreError(f"no scratch '{name}' in store '{self._volume.path}'")
                 self._space.release_scratch(*scratch.extent)
-
-    # ------------------------------------------------------------------ tensors by copy
 
     def declare(self, spec: TensorSpec) -> None:
         """Adds a tensor without data; it is on disk with the next ``commit``.
@@ -444,8 +437,6 @@ class TensorStore:
         """
         rows.read_rows(self._io, self._bounce, self._tensor(name), rows_wanted, out)
 
-    # ------------------------------------------------------------------ generations
-
     def commit(self, run_state: bytes = b"") -> int:
         """Makes everything written so far durable as one new generation, with ``run_state``; returns its number.
 
@@ -497,8 +488,6 @@ class TensorStore:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    # ------------------------------------------------------------------ inside
 
     def _tensor(self, name: str) -> StoredTensor:
         self._io.check_open()

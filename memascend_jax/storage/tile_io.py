@@ -12,7 +12,6 @@ import ctypes
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -20,14 +19,12 @@ import numpy.typing as npt
 from memascend_jax.errors import StoreError
 from memascend_jax.storage.batch import Requests, Span
 from memascend_jax.storage.checksum import crc32c_many, unit_pieces
-from memascend_jax.storage.engine import EngineTicket
 from memascend_jax.storage.layout import Int64Array
+from memascend_jax.storage.read_checks import expected_checksums, expected_unit_checksums, tiles_of
 from memascend_jax.storage.store_errors import StoreIOError
+from memascend_jax.storage.ticket import Ticket
 from memascend_jax.storage.tile_table import UNWRITTEN, StoredTensor, TileTable
 from memascend_jax.storage.volume import Volume
-
-if TYPE_CHECKING:
-    pass
 
 #: Direct I/O into memory needs this alignment on every device in use; slots are page aligned anyway.
 MEMORY_ALIGNMENT = 512
@@ -36,47 +33,6 @@ _PRUNE_EVERY = 64
 
 Extents = list[tuple[int, int, int]]
 Checksums = npt.NDArray[np.uint32]
-#: (tensor, address, nbytes, checksums of its units): what memory must hold after a read.
-Check = tuple[StoredTensor, int, int, Checksums]
-
-
-class Ticket:
-    """A submitted batch. Keep the memory it reads or writes alive and still until ``wait`` returns."""
-
-    __slots__ = ("_error", "_io", "checks", "engine_tickets", "nbytes", "requests", "serial", "settled")
-
-    def __init__(self, io: TileIo, serial: int, requests: Requests) -> None:
-        self._io = io
-        self._error: Exception | None = None
-        self.serial = serial
-        self.requests = requests
-        self.engine_tickets: list[EngineTicket] = []
-        self.checks: list[Check] = []
-        self.nbytes = 0
-        self.settled = False
-
-    def done(self) -> bool:
-        """Returns whether ``wait`` would return at once."""
-        return self.settled or all(ticket.done() for ticket in self.engine_tickets)
-
-    def wait(self) -> None:
-        """Waits until all of the batch is done.
-
-        Raises:
-            OSError: the disk failed; the message names tensor, path and offset.
-            StoreError: with ``check_reads``, data that does not match its checksum.
-        """
-        self._io.settle(self)
-        if self._error is None and self.checks:
-            # Here, not in ``settle``: only the caller knows that the memory is still there.
-            checks, self.checks = self.checks, []
-            self._error = self._io.mismatch(checks)
-        if self._error is not None:
-            raise self._error
-
-    def fail(self, error: Exception) -> None:
-        """Sets what ``wait`` raises."""
-        self._error = error
 
 
 class TileIo:
@@ -175,17 +131,6 @@ class TileIo:
         return StoreIOError(
             f"cannot {verb} {what}{more} in store '{path}': {error.args[-1]}", error.errno or 5, path
         )
-
-    def mismatch(self, checks: Iterable[Check]) -> StoreError | None:
-        """Returns the error when memory does not have the checksums of ``checks``, else None."""
-        for tensor, address, nbytes, expected in checks:
-            pieces = unit_pieces(address, nbytes, tensor.layout.unit_bytes or max(nbytes, 1))
-            if nbytes and not np.array_equal(crc32c_many(*pieces), expected):
-                return StoreError(
-                    f"tensor '{tensor.name}' in store '{self.volume.path}' does not match its checksum: the disk "
-                    "returned other data than was written; run verify, and restore from a checkpoint"
-                )
-        return None
 
     def unknown(self, name: str) -> StoreError:
         """Returns the error for a tensor that the store does not have."""
@@ -353,43 +298,6 @@ class TileIo:
         names = list(dict.fromkeys(entry[0].name for entry in touched))
         writing = bool(writes or requests.scratch_writes)
         return self.explained(names, "write" if writing else "read", error)
-
-
-def expected_checksums(tensor: StoredTensor, span: Span, address: int) -> list[Check]:
-    """Returns (tensor, address, nbytes, checksums) for each checksum unit or tile that ``span`` holds whole."""
-    layout = tensor.layout
-    end = min(span.offset + span.nbytes, layout.nbytes)
-    if layout.unit_bytes:
-        first = -(-span.offset // layout.unit_bytes)
-        last = layout.units if end == layout.nbytes else end // layout.unit_bytes
-        if last <= first:
-            return []
-        begin = first * layout.unit_bytes
-        stop = min(last * layout.unit_bytes, layout.nbytes)
-        return [(tensor, address + begin - span.offset, stop - begin, tensor.checksums[first:last].copy())]
-    checks = []
-    for tile in range(span.first_tile, span.end_tile):
-        begin, nbytes, _ = tensor.layout.disk_span(tile)
-        if span.offset <= begin and begin + nbytes <= end:
-            expected = tensor.checksums[tile : tile + 1].copy()
-            checks.append((tensor, address + begin - span.offset, nbytes, expected))
-    return checks
-
-
-def expected_unit_checksums(tensor: StoredTensor, units: Int64Array, address: int) -> list[Check]:
-    """Returns what the memory of scattered ``units`` must hold; nothing for a tensor without row access."""
-    layout = tensor.layout
-    if not layout.unit_bytes or len(units) == 0:
-        return []
-    last = min(layout.unit_bytes, layout.nbytes - int(units[-1]) * layout.unit_bytes)
-    nbytes = (len(units) - 1) * layout.unit_bytes + last
-    return [(tensor, address, nbytes, tensor.checksums[units])]
-
-
-def tiles_of(tensor: StoredTensor, units: Int64Array) -> Int64Array:
-    """Returns the tile that each of ``units`` lies in; units never cross tiles."""
-    layout = tensor.layout
-    return units * (layout.unit_bytes or layout.block_bytes) // layout.tile_bytes
 
 
 def _array(extents: Extents) -> Int64Array:

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What memory must hold after a read, by the checksums of the tiles and units that were read whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from memascend_jax.errors import StoreError
+from memascend_jax.storage.batch import Span
+from memascend_jax.storage.checksum import crc32c_many, unit_pieces
+from memascend_jax.storage.layout import Int64Array
+from memascend_jax.storage.tile_table import StoredTensor
+
+#: (tensor, address, nbytes, checksums of its units).
+Check = tuple[StoredTensor, int, int, npt.NDArray[np.uint32]]
+
+
+def expected_checksums(tensor: StoredTensor, span: Span, address: int) -> list[Check]:
+    """Returns (tensor, address, nbytes, checksums) for each checksum unit or tile that ``span`` holds whole."""
+    layout = tensor.layout
+    end = min(span.offset + span.nbytes, layout.nbytes)
+    if layout.unit_bytes:
+        first = -(-span.offset // layout.unit_bytes)
+        last = layout.units if end == layout.nbytes else end // layout.unit_bytes
+        if last <= first:
+            return []
+        begin = first * layout.unit_bytes
+        stop = min(last * layout.unit_bytes, layout.nbytes)
+        return [(tensor, address + begin - span.offset, stop - begin, tensor.checksums[first:last].copy())]
+    checks = []
+    for tile in range(span.first_tile, span.end_tile):
+        begin, nbytes, _ = tensor.layout.disk_span(tile)
+        if span.offset <= begin and begin + nbytes <= end:
+            expected = tensor.checksums[tile : tile + 1].copy()
+            checks.append((tensor, address + begin - span.offset, nbytes, expected))
+    return checks
+
+
+def expected_unit_checksums(tensor: StoredTensor, units: Int64Array, address: int) -> list[Check]:
+    """Returns what the memory of scattered ``units`` must hold; nothing for a tensor without row access."""
+    layout = tensor.layout
+    if not layout.unit_bytes or len(units) == 0:
+        return []
+    last = min(layout.unit_bytes, layout.nbytes - int(units[-1]) * layout.unit_bytes)
+    nbytes = (len(units) - 1) * layout.unit_bytes + last
+    return [(tensor, address, nbytes, tensor.checksums[units])]
+
+
+def tiles_of(tensor: StoredTensor, units: Int64Array) -> Int64Array:
+    """Returns the tile that each of ``units`` lies in; units never cross tiles."""
+    layout = tensor.layout
+    return units * (layout.unit_bytes or layout.block_bytes) // layout.tile_bytes
+
+
+def mismatch(checks: Iterable[Check], path: str) -> StoreError | None:
+    """Returns the error when memory does not have the checksums of ``checks``, else None."""
+    for tensor, address, nbytes, expected in checks:
+        pieces = unit_pieces(address, nbytes, tensor.layout.unit_bytes or max(nbytes, 1))
+        if nbytes and not np.array_equal(crc32c_many(*pieces), expected):
+            return StoreError(
+                f"tensor '{tensor.name}' in store '{path}' does not match its checksum: the disk returned other "
+                "data than was written; run verify, and restore from a checkpoint"
+            )
+    return None
