@@ -49,13 +49,13 @@ class HuggingFaceCheckpoint:
         self._files: dict[str, SafetensorsFile] = {}
         try:
             self._home = self._locate()
-            wanted = {tensor.name for tensor in tensor_shapes(shape)} & self._home.keys()
+            found = {name: self._file_of(name).tensors[name] for name in self._home}
+            check_tensors({name: tensor.shape for name, tensor in found.items()}, shape, str(folder))
+            # What else is in the files, such as a tied head or the rotary frequencies, is left alone.
             self.tensors = {
-                name: CheckpointTensor(tensor.shape, tensor.dtype)
-                for name in self._home
-                if name in wanted and (tensor := self._file_of(name).tensors[name])
+                tensor.name: CheckpointTensor(tensor.shape, found[tensor.name].dtype)
+                for tensor in tensor_shapes(shape)
             }
-            check_tensors({name: t.shape for name, t in self.tensors.items()}, shape, str(folder))
             odd = [f"'{name}' is {t.dtype}" for name, t in self.tensors.items() if t.dtype not in _FLOAT]
             if odd:
                 self._fault(f"{'; '.join(odd[:8])}; expected one of {', '.join(_FLOAT)}")

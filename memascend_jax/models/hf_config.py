@@ -24,7 +24,11 @@ _FIXED: dict[str, Any] = {
 
 def read_llama_config(config: Mapping[str, Any]) -> LlamaConfig:
     """Returns the shape that ``config`` describes; see ``LlamaConfig.from_hf``."""
-    faults = _architecture_faults(config) or [*_option_faults(config), *_size_faults(config)]
+    faults = _architecture_faults(config) or [
+        *_option_faults(config),
+        *_size_faults(config),
+        *_number_faults(config),
+    ]
     if faults:
         raise DataError(f"cannot use this model config: {'; '.join(faults)}")
     heads = int(config["num_attention_heads"])
@@ -124,6 +128,17 @@ def _size_faults(config: Mapping[str, Any]) -> list[str]:
             f"head_dim {_or(config, 'head_dim', hidden // heads)} is odd, rotary positions need pairs"
         )
     return faults
+
+
+def _number_faults(config: Mapping[str, Any]) -> list[str]:
+    found = {key: config.get(key) for key in ("rms_norm_eps", "initializer_range")}
+    found["rope_theta"] = _or(_rope(config), "rope_theta", config.get("rope_theta"))
+    return [
+        f"{key} is {value!r}, expected a positive number"
+        for key, value in found.items()
+        if value is not None
+        and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0)
+    ]
 
 
 def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -132,6 +132,11 @@ def check_tensors(found: Mapping[str, tuple[int, ...]], config: LlamaConfig, sou
     Raises:
         DataError: lists every missing tensor and every wrong shape.
     """
+    if config.num_hidden_layers > len(found):
+        raise DataError(
+            f"cannot use the model in '{source}': its config says {config.num_hidden_layers:,} layers, but it has "
+            f"{len(found)} tensors only. Fetch the model again, or correct its config.json."
+        )
     faults = []
     for tensor in tensor_shapes(config):
         shape = found.get(tensor.name)

@@ -121,6 +121,29 @@ def test_long_metadata_arrays_stay_in_the_file_until_asked(tmp_path):
     assert header.metadata["after"] == "the arrays"
 
 
+def test_a_type_that_cannot_be_dequantised_is_named(tmp_path):
+    config, name = hf_config(), "blk.1.attn_norm.weight"
+    stored = {name: (np.ones(256, np.int8), Kind.I8)}
+    path = write_gguf(tmp_path / "m.gguf", config, random_tensors(config), leave_out=[name], stored=stored)
+    with pytest.raises(
+        DataError, match=rf"'{name}' has type {Kind.I8.value} and shape \[256\], not read here"
+    ):
+        open_checkpoint(path)
+
+
+def test_tensors_upon_each_other_are_refused(tmp_path):
+    config = hf_config()
+    path = write_gguf(tmp_path / "m.gguf", config, random_tensors(config))
+    content = path.read_bytes()
+    # A tensor's entry ends with its type and its offset from the start of the data.
+    entry = content.index(b"blk.0.attn_norm.weight") + len(b"blk.0.attn_norm.weight") + 4 + 8 + 4
+    path.write_bytes(content[:entry] + bytes(8) + content[entry + 8 :])
+    with pytest.raises(
+        DataError, match=r"lies upon 'token_embd\.weight'|lies upon 'blk\.0\.attn_norm\.weight'"
+    ):
+        open_checkpoint(path)
+
+
 @pytest.mark.parametrize("keep", [0, 3, 20, 500, 0.5, 0.99])
 def test_a_truncated_file_is_refused_at_open(tmp_path, keep):
     config = hf_config()
@@ -129,6 +152,29 @@ def test_a_truncated_file_is_refused_at_open(tmp_path, keep):
     path.write_bytes(content[: int(keep * len(content)) if isinstance(keep, float) else keep])
     with pytest.raises(DataError, match=r"m\.gguf"):
         open_checkpoint(path)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_damaged_headers_are_refused_or_read_but_nothing_else(tmp_path, seed):
+    """Whatever bytes of the header change: a clear refusal, or a model whose tensors are still there."""
+    rng = np.random.default_rng(seed)
+    config = hf_config(num_hidden_layers=1)
+    path = write_gguf(tmp_path / "m.gguf", config, random_tensors(config))
+    content = np.frombuffer(path.read_bytes(), np.uint8)
+    header = GgufHeader(PositionedFile(path)).end
+    refused = 0
+    for _ in range(60):
+        damaged = content.copy()
+        damaged[rng.integers(0, header, rng.integers(1, 4))] = rng.integers(0, 256)
+        path.write_bytes(damaged.tobytes())
+        try:
+            checkpoint = open_checkpoint(path)
+        except DataError:
+            refused += 1
+            continue
+        assert read_whole(checkpoint, "model.embed_tokens.weight").shape == (288, 256)
+        checkpoint.close()
+    assert refused > 30
 
 
 def test_missing_and_misshapen_tensors_are_all_named(tmp_path):

@@ -174,3 +174,11 @@ def test_a_folder_without_a_model_says_what_is_missing(tmp_path):
 def test_a_source_that_is_not_there_is_named(tmp_path):
     with pytest.raises(DataError, match=r"cannot open the model '.*absent'"):
         open_checkpoint(tmp_path / "absent")
+
+
+def test_an_absurd_number_of_layers_is_refused_at_once(tmp_path):
+    config = hf_config()
+    folder = write_folder(tmp_path / "model", config, random_tensors(config))
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 10**9}))
+    with pytest.raises(DataError, match="its config says 1,000,000,000 layers, but it has 20 tensors only"):
+        open_checkpoint(folder)

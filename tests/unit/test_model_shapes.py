@@ -99,6 +99,8 @@ def test_left_out_keys_have_hugging_faces_defaults():
         ({"hidden_size": 0}, "hidden_size is 0, expected a positive whole number"),
         ({"vocab_size": "many"}, "vocab_size is 'many'"),
         ({"vocab_size": None}, "vocab_size is missing"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small', expected a positive number"),
+        ({"rope_parameters": {"rope_theta": -1.0}}, r"rope_theta is -1\.0, expected a positive number"),
     ],
 )
 def test_what_is_not_computed_here_is_refused_by_name(change, message):
