@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "bindings.hpp"
+#include "docstrings.hpp"
 #include "memascend/arena.hpp"
 #include "memascend/dlpack.hpp"
 
@@ -59,29 +60,29 @@ py::object dlpack(const SlotExport& self, const py::kwargs& options) {
 }
 
 void bind_slot(py::module_& module) {
-  py::class_<Slot, SlotPointer>(module, "Slot", py::buffer_protocol())
+  py::class_<Slot, SlotPointer>(module, "Slot", py::buffer_protocol(), docs::kSlotDoc)
       .def_property_readonly(
           "address", [](const Slot& self) { return reinterpret_cast<std::uintptr_t>(self.data()); })
       .def_property_readonly("nbytes", &Slot::nbytes)
       .def_property_readonly("label", &Slot::label)
       .def_property_readonly("released", &Slot::released)
       .def_property_readonly("readers", &Slot::readers)
-      .def("release", &Slot::release)
-      .def("view", &view, py::arg("offset"), py::arg("nbytes"))
+      .def("release", &Slot::release, docs::kSlotReleaseDoc)
+      .def("view", &view, py::arg("offset"), py::arg("nbytes"), docs::kViewDoc)
       .def(
           "dlpack",
           [](const SlotPointer& self, const std::string& dtype, std::vector<std::int64_t> shape,
              std::uint64_t offset) {
             return std::make_unique<SlotExport>(self, dtype, std::move(shape), offset);
           },
-          py::arg("dtype"), py::arg("shape"), py::arg("offset_bytes") = 0)
+          py::arg("dtype"), py::arg("shape"), py::arg("offset_bytes") = 0, docs::kDlpackDoc)
       .def(
           "wait_no_readers",
           [](const Slot& self, double timeout_s) {
             const py::gil_scoped_release without_gil;
             return self.wait_no_readers(duration_of(timeout_s));
           },
-          py::arg("timeout_s"))
+          py::arg("timeout_s"), "Waits until no reader is left; False when the time ran out first.")
       .def_buffer([](Slot& self) {
         return py::buffer_info(reinterpret_cast<std::uint8_t*>(self.data()),
                                static_cast<py::ssize_t>(self.nbytes()));
@@ -95,7 +96,7 @@ void bind_slot(py::module_& module) {
 
 void bind_arena(py::module_& module) {
   bind_slot(module);
-  py::class_<PinnedArena, std::shared_ptr<PinnedArena>>(module, "PinnedArena")
+  py::class_<PinnedArena, std::shared_ptr<PinnedArena>>(module, "PinnedArena", docs::kArenaDoc)
       .def(py::init([](std::uint64_t capacity, const std::string& pin, bool huge_pages) {
              const PinMode mode = pin_mode_named(pin);
              const py::gil_scoped_release without_gil;  // mlock touches every page
@@ -103,8 +104,9 @@ void bind_arena(py::module_& module) {
            }),
            py::arg("capacity_bytes"), py::kw_only(), py::arg("pin") = "auto",
            py::arg("huge_pages") = true)
-      .def("allocate", &PinnedArena::allocate, py::arg("nbytes"), py::arg("label") = "")
-      .def("close", &PinnedArena::close)
+      .def("allocate", &PinnedArena::allocate, py::arg("nbytes"), py::arg("label") = "",
+           docs::kAllocateDoc)
+      .def("close", &PinnedArena::close, docs::kCloseDoc)
       .def_property_readonly("capacity_bytes", &PinnedArena::capacity_bytes)
       .def_property_readonly("in_use_bytes", &PinnedArena::in_use_bytes)
       .def_property_readonly("high_water_bytes", &PinnedArena::high_water_bytes)
@@ -121,14 +123,15 @@ void bind_arena(py::module_& module) {
              return regions;
            })
       .def_property_readonly("epoch", &PinnedArena::epoch)
-      .def("advance_epoch", &PinnedArena::advance_epoch)
+      .def("advance_epoch", &PinnedArena::advance_epoch, "Wakes whoever is in wait_epoch.")
       .def(
           "wait_epoch",
           [](const PinnedArena& self, std::uint64_t seen, double timeout_s) {
             const py::gil_scoped_release without_gil;
             return self.wait_epoch(seen, duration_of(timeout_s));
           },
-          py::arg("seen"), py::arg("timeout_s"));
+          py::arg("seen"), py::arg("timeout_s"),
+          "Waits until the epoch is not `seen` any more or the time is out; returns the epoch.");
 }
 
 }  // namespace memascend

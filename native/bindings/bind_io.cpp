@@ -5,6 +5,7 @@
 #include <unordered_map>
 
 #include "bindings.hpp"
+#include "docstrings.hpp"
 #include "memascend/io_engine.hpp"
 
 namespace memascend {
@@ -151,13 +152,14 @@ py::dict counters_of(const PyEngine& self) {
 }  // namespace
 
 void bind_io(py::module_& module) {
-  py::class_<PyTicket>(module, "Ticket")
-      .def("wait", &PyTicket::wait)
-      .def("wait_for", &PyTicket::wait_for, py::arg("timeout_s"))
+  py::class_<PyTicket>(module, "Ticket", "The end of a batch of reads or writes.")
+      .def("wait", &PyTicket::wait, docs::kWaitDoc)
+      .def("wait_for", &PyTicket::wait_for, py::arg("timeout_s"),
+           "Whether the batch has ended within the time; does not raise its failure.")
       .def("done", [](const PyTicket& self) { return self.ticket->done(); })
       .def_property_readonly("nbytes", [](const PyTicket& self) { return self.ticket->nbytes(); });
 
-  py::class_<PyEngine>(module, "IoEngine")
+  py::class_<PyEngine>(module, "IoEngine", docs::kEngineDoc)
       .def(py::init([](std::vector<int> fds, std::string backend, std::uint32_t queue_depth,
                        std::uint64_t request_bytes, std::uint32_t threads,
                        const std::vector<std::pair<std::uintptr_t, std::uint64_t>>& regions) {
@@ -172,20 +174,22 @@ void bind_io(py::module_& module) {
           [](PyEngine& self, const Rows& segments, py::object keepalive) {
             return self.submit(Direction::kRead, segments, std::move(keepalive));
           },
-          py::arg("segments"), py::arg("keepalive") = py::none())
+          py::arg("segments"), py::arg("keepalive") = py::none(), docs::kSubmitDoc)
       .def(
           "submit_write",
           [](PyEngine& self, const Rows& segments, py::object keepalive) {
             return self.submit(Direction::kWrite, segments, std::move(keepalive));
           },
-          py::arg("segments"), py::arg("keepalive") = py::none())
-      .def("flush",
-           [](const PyEngine& self) {
-             const py::gil_scoped_release without_gil;
-             self.engine().flush();
-           })
+          py::arg("segments"), py::arg("keepalive") = py::none(), docs::kSubmitDoc)
+      .def(
+          "flush",
+          [](const PyEngine& self) {
+            const py::gil_scoped_release without_gil;
+            self.engine().flush();
+          },
+          docs::kFlushDoc)
       .def("counters", &counters_of)
-      .def("close", &PyEngine::close)
+      .def("close", &PyEngine::close, "Drains what is in flight and closes; raises as flush does.")
       .def_property_readonly("backend",
                              [](const PyEngine& self) { return self.engine().backend(); })
       .def_property_readonly("backend_reason",

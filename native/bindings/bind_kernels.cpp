@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "bindings.hpp"
+#include "docstrings.hpp"
 #include "memascend/checksum.hpp"
 #include "memascend/isa.hpp"
 #include "memascend/kernels.hpp"
@@ -97,16 +98,25 @@ py::tuple norm_of(std::uintptr_t address, std::uint64_t n, const std::string& dt
 }  // namespace
 
 void bind_kernels(py::module_& module) {
-  module.def("cpu_isa", [] { return isa_name(current_isa()); });
-  module.def("use_isa", &use_isa, py::arg("name"));
-  module.def("threads", [] { return kernel_pool().threads(); });
+  module.def(
+      "cpu_isa", [] { return isa_name(current_isa()); },
+      "The instruction set that the kernels use: avx512, avx2 or scalar.");
+  module.def("use_isa", &use_isa, py::arg("name"),
+             "Makes the kernels use a lesser instruction set; results do not change.");
+  module.def(
+      "threads", [] { return kernel_pool().threads(); },
+      "The number of kernel threads, the caller included.");
   module.def(
       "set_threads", [](int n) { kernel_pool().resize(n); }, py::arg("n"),
-      py::call_guard<py::gil_scoped_release>());
+      py::call_guard<py::gil_scoped_release>(),
+      "Changes the number of kernel threads; results do not depend on it.");
 
-  module.def("crc32c", &checksum_of, py::arg("source"), py::arg("nbytes") = py::none(),
-             py::arg("seed") = 0);
-  module.def("crc32c_many", &checksums_of, py::arg("addresses"), py::arg("nbytes"));
+  module.def(
+      "crc32c", &checksum_of, py::arg("source"), py::arg("nbytes") = py::none(),
+      py::arg("seed") = 0,
+      "CRC-32C of a buffer, or of nbytes at an address, appended to bytes whose CRC is seed.");
+  module.def("crc32c_many", &checksums_of, py::arg("addresses"), py::arg("nbytes"),
+             "CRC-32C of each range, as uint32, on the kernel threads.");
 
   module.def(
       "copy",
@@ -117,14 +127,17 @@ void bind_kernels(py::module_& module) {
         const py::gil_scoped_release without_gil;
         copy_bytes(to, from, nbytes);
       },
-      py::arg("dst_address"), py::arg("src_address"), py::arg("nbytes"));
+      py::arg("dst_address"), py::arg("src_address"), py::arg("nbytes"),
+      "Copies between addresses that do not overlap, on the kernel threads.");
 
   module.def("adamw", &adamw_of, py::kw_only(), py::arg("master"), py::arg("mu"), py::arg("nu"),
              py::arg("grad"), py::arg("n"), py::arg("grad_dtype"), py::arg("param") = 0,
              py::arg("param_dtype") = "", py::arg("lr"), py::arg("b1"), py::arg("b2"),
              py::arg("eps"), py::arg("weight_decay"), py::arg("bias1"), py::arg("bias2"),
-             py::arg("grad_scale") = 1.0);
-  module.def("norm_squared", &norm_of, py::arg("address"), py::arg("n"), py::arg("dtype"));
+             py::arg("grad_scale") = 1.0, docs::kAdamwDoc);
+  module.def(
+      "norm_squared", &norm_of, py::arg("address"), py::arg("n"), py::arg("dtype"),
+      "(sum of squares in double precision, whether any element is inf or nan), in one pass.");
 
   const auto round_to_half = [](auto convert) {
     return [convert](std::uintptr_t dst, std::uintptr_t src, std::uint64_t n) {
@@ -135,8 +148,10 @@ void bind_kernels(py::module_& module) {
       convert(to, from, n);
     };
   };
-  module.def("to_bf16", round_to_half(to_bfloat16), py::arg("dst"), py::arg("src"), py::arg("n"));
-  module.def("to_f16", round_to_half(to_float16), py::arg("dst"), py::arg("src"), py::arg("n"));
+  module.def("to_bf16", round_to_half(to_bfloat16), py::arg("dst"), py::arg("src"), py::arg("n"),
+             "Rounds n float32 to bfloat16: nearest, ties away from zero, NaN stays NaN.");
+  module.def("to_f16", round_to_half(to_float16), py::arg("dst"), py::arg("src"), py::arg("n"),
+             "Rounds n float32 to float16: nearest, ties to even, NaN stays NaN.");
   module.def(
       "to_f32",
       [](std::uintptr_t dst, std::uintptr_t src, std::uint64_t n, const std::string& src_dtype) {
@@ -147,7 +162,8 @@ void bind_kernels(py::module_& module) {
         const py::gil_scoped_release without_gil;
         to_float32(to, from, type, n);
       },
-      py::arg("dst"), py::arg("src"), py::arg("n"), py::arg("src_dtype"));
+      py::arg("dst"), py::arg("src"), py::arg("n"), py::arg("src_dtype"),
+      "Widens n elements to float32, exactly.");
 }
 
 }  // namespace memascend

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "memascend/io_ticket.hpp"
+
 #include <algorithm>
 #include <cerrno>
 #include <utility>
-
-#include "memascend/io_engine.hpp"
 
 namespace memascend {
 

@@ -20,7 +20,7 @@ constexpr std::uint64_t kWakeTag = ~std::uint64_t{0};
 
 // A full kernel (EAGAIN, EBUSY) is given this long before it is asked again.
 constexpr long kPauseNs = 1'000'000;
-// After this many refusals in a row with nothing in flight, the queued requests fail.
+// After this many refusals in a row, the queued requests fail.
 constexpr int kMaxRefusals = 1000;
 
 class UringBackend final : public IoBackend {
@@ -133,11 +133,9 @@ class UringBackend final : public IoBackend {
       refusals_ = 0;
       return;
     }
-    if ((error == EAGAIN || error == EBUSY) && ++refusals_ < kMaxRefusals) {
-      const timespec pause{0, kPauseNs};
-      ::nanosleep(&pause, nullptr);
-      return;
-    }
+    const timespec pause{0, kPauseNs};
+    ::nanosleep(&pause, nullptr);
+    if ((error == EAGAIN || error == EBUSY) && ++refusals_ < kMaxRefusals) return;
     refusals_ = 0;
     bool listening_lost = false;
     for (uring::Sqe sqe; ring_->withdraw(&sqe);) {

@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: Apache-2.0
+// What `help()` shows of the longer bindings.
+#pragma once
+
+namespace memascend::docs {
+
+inline constexpr const char* kArenaDoc =
+    R"(Owns page-aligned host memory of exactly the size asked for.
+
+One anonymous mapping, aligned to 2 MiB so that huge pages can back it, from which slots are taken
+by best fit. Nothing is rounded up but to whole pages.
+
+Args:
+    capacity_bytes: size of the mapping, rounded up to pages.
+    pin: "auto" locks the memory if it may, else goes on with pageable memory and keeps the reason;
+        "mlock" raises OSError when refused; "none" does not try.
+    huge_pages: advise the kernel to use huge pages.
+
+Raises:
+    OSError: the memory cannot be mapped or locked.
+
+Threading: every method may be called from any thread.
+Lifetime: slots, their views and their exports keep the memory mapped.
+
+Example:
+    >>> arena = PinnedArena(1 << 20)
+    >>> slot = arena.allocate(4096, "weights")
+    >>> slot.view(0, 4096)[:] = 0
+    >>> slot.release()
+    >>> arena.close()
+)";
+
+inline constexpr const char* kAllocateDoc = R"(Returns a page-aligned slot of exactly nbytes.
+
+Raises:
+    MemoryError: no free piece holds it; tells how much is free, and how much in one piece.
+    RuntimeError: the arena is closed.
+)";
+
+inline constexpr const char* kCloseDoc =
+    R"(Gives the memory up; it is unmapped when the last view and export are gone.
+
+Raises:
+    RuntimeError: slots are outstanding.
+)";
+
+inline constexpr const char* kSlotDoc = R"(A piece of an arena, a writable buffer of bytes.
+
+Goes back to the arena at release(), or when the slot, its views and its exports are all gone.
+readers counts the live exports: objects made by dlpack() and the arrays that consumers made of them.
+)";
+
+inline constexpr const char* kViewDoc =
+    R"(Returns a writable uint8 array over [offset, offset + nbytes), not a copy.
+
+It keeps the slot allocated until release(), and the memory mapped as long as it lives.
+
+Raises:
+    IndexError: the range leaves the slot.
+    RuntimeError: the slot is released.
+)";
+
+inline constexpr const char* kDlpackDoc =
+    R"(Returns a DLPack producer over part of the slot, for jax.dlpack.from_dlpack.
+
+Args:
+    dtype: "bfloat16", "float16", "float32", "float64", "int8" to "uint64" or "bool".
+    shape: of a C-contiguous tensor.
+    offset_bytes: where it begins, a multiple of 64: XLA would copy otherwise.
+
+Lifetime: producer and consumers count as readers and keep the memory mapped. Consumers may drop it
+on any thread, without the GIL, also after everything else is gone.
+)";
+
+inline constexpr const char* kSlotReleaseDoc =
+    R"(Gives the memory back to the arena now; twice is harmless.
+
+Views become stale: they show whatever the next owner writes.
+
+Raises:
+    RuntimeError: readers are alive.
+)";
+
+inline constexpr const char* kEngineDoc =
+    R"(Reads and writes batches of segments over the members of a store, asynchronously.
+
+Batches are split into requests of at most request_bytes, of which queue_depth are in flight per
+member. Short transfers are resumed at the next block, interruptions retried.
+
+Args:
+    fds: descriptors of the members; duplicated, so the caller may close its own.
+    backend: "io_uring", "threads" (pread and pwrite on `threads` threads), or "auto": io_uring where
+        the kernel offers it, else threads, with the reason in backend_reason.
+    queue_depth: requests in flight per member, 1 to 1024.
+    request_bytes: largest request, a multiple of 4,096.
+    regions: (address, nbytes) of memory to register with io_uring, each at most 1 GiB; what the
+        kernel refuses to register is used unregistered, with the reason in registration_reason.
+
+Raises:
+    OSError: io_uring was asked for and is not available, or a descriptor is not open.
+
+Threading: every method may be called from any thread; all release the GIL while they wait.
+Lifetime: the memory of a segment must stay valid until its ticket is done; `keepalive` sees to it.
+)";
+
+inline constexpr const char* kSubmitDoc =
+    R"(Starts a batch and returns its ticket, without waiting for I/O.
+
+Args:
+    segments: int64 of shape [n, 4]; each row is member, offset in it, address, nbytes.
+    keepalive: kept until the batch has ended, also when the ticket is dropped.
+
+Order is not defined, within a batch and between batches. Waits only for room when thousands of
+segments are queued.
+)";
+
+inline constexpr const char* kFlushDoc =
+    R"(Makes every completed write durable on all members (fdatasync).
+
+Raises:
+    OSError: a sync failed, or a write did whose ticket nobody has waited for.
+)";
+
+inline constexpr const char* kWaitDoc = R"(Waits until every byte of the batch has moved.
+
+Raises:
+    OSError: the first failure, with errno, member, offset and path; at every call.
+)";
+
+inline constexpr const char* kAdamwDoc =
+    R"(One AdamW step over n elements, in place, in optax's order of operations, all in float32:
+
+    g  = grad * grad_scale
+    mu = b1 * mu + (1 - b1) * g
+    nu = b2 * nu + (1 - b2) * g**2
+    master -= lr * ((mu / bias1) / (sqrt(nu / bias2) + eps) + weight_decay * master)
+
+Args:
+    master, mu, nu: addresses of float32 arrays, updated in place.
+    grad: address of the gradient, of type grad_dtype ("float32", "bfloat16", "float16").
+    param: address where the new master goes, rounded to param_dtype; 0 for none.
+    bias1, bias2: 1 - b1**t and 1 - b2**t at step t = 1, 2, ...
+
+bfloat16 is rounded to nearest with ties away from zero, float16 with ties to even. Denormals are
+flushed to zero, as XLA does on CPU. The bits do not depend on threads or instruction set.
+Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization (arXiv 1711.05101).
+)";
+
+}  // namespace memascend::docs
