@@ -2,7 +2,7 @@
 """A disk that forgets: an engine over ordinary files that logs what was not flushed and fails on command.
 
 Crash model: of the writes since the last flush any subset persists, each torn at 512 bytes. Flushes are the only
-order. ``fail_at`` picks an I/O boundary (a write request or a flush, counted from 0): the request is issued, as far
+order. ``crash_at`` picks an I/O boundary (a write request or a flush, counted from 0): the request is issued, as far
 as the disk knows, and the program gets no further.
 """
 
