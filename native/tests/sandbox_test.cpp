@@ -114,6 +114,8 @@ TEST(forbidden_io_uring_is_an_error_when_asked_for) {
   });
 }
 
+// Sanitizers make mlock do nothing and succeed.
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
 TEST(memory_that_may_not_be_locked_is_pageable_with_the_limit_named) {
   in_child([] {
     limit_locked_memory(65536);
@@ -126,6 +128,7 @@ TEST(memory_that_may_not_be_locked_is_pageable_with_the_limit_named) {
     CHECK(PinnedArena::create(16384, PinMode::kMlock, true)->pinned());
   });
 }
+#endif
 
 TEST(memory_that_may_not_be_registered_is_used_unregistered) {
   const ScratchFile file(1 << 20);
