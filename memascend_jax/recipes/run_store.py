@@ -41,7 +41,7 @@ def find_run(config: Config) -> Found | None:
         if resume == "required":
             raise StoreError(f"run.resume=required, but there is no store at {', '.join(paths)}")
         return None
-    with TensorStore.open(paths, read_only=True) as store:
+    with TensorStore.open(paths, read_only=True, direct_io=config.offload.direct_io) as store:
         generation, data = store.generation, store.run_state
     if not data:
         # Created, but interrupted before its first commit: nothing is lost by starting over.
