@@ -132,15 +132,16 @@ TEST(more_batches_than_depth_and_queue_all_complete) {
     IoEngine engine(options);
     const auto arena = PinnedArena::create(kMib, PinMode::kNone, true);
     const auto slot = arena->allocate(kMib, "s");
-    std::vector<Segment> segments;  // not neighbours, and more than kMaxQueued
+    // Not neighbours, and more than kMaxQueued. Written, since several read into one memory race.
+    std::vector<Segment> segments;
     for (std::uint64_t i = 0; i < IoEngine::kMaxQueued + 500; ++i)
       segments.push_back({0, (i * 2 % 256) * 4096, slot->data() + (i * 2 % 256) * 4096, 4096});
     std::vector<std::shared_ptr<Ticket>> tickets;
-    tickets.push_back(engine.submit(Direction::kRead, segments));
+    tickets.push_back(engine.submit(Direction::kWrite, segments));
     for (int i = 0; i < 50; ++i)
-      tickets.push_back(engine.submit(Direction::kRead, {{0, 0, slot->data(), 4096}}));
+      tickets.push_back(engine.submit(Direction::kWrite, {{0, 0, slot->data(), 4096}}));
     for (const auto& ticket : tickets) ticket->wait();
-    CHECK_EQUAL(engine.counters().read_requests, segments.size() + 50);
+    CHECK_EQUAL(engine.counters().write_requests, segments.size() + 50);
   }
 }
 
