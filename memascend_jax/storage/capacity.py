@@ -7,7 +7,13 @@ from collections.abc import Iterable, Sequence
 
 from memascend_jax.errors import StoreError
 from memascend_jax.storage.catalog import HEADER_BYTES
-from memascend_jax.storage.layout import Geometry, check_block_bytes, plan_geometry
+from memascend_jax.storage.layout import (
+    STRIPE_BYTES,
+    Geometry,
+    check_block_bytes,
+    check_weights,
+    plan_geometry,
+)
 from memascend_jax.storage.spec import TensorLayout, TensorSpec, layouts_of
 from memascend_jax.storage.superblock import Durability
 from memascend_jax.units import KIB, MIB, parse_bytes, round_up
@@ -73,7 +79,10 @@ def plan_store(
     if scratch_bytes < 0:
         raise StoreError(f"scratch_bytes cannot be negative, got {scratch_bytes:,}")
     if capacity is None and not layouts and scratch_bytes == 0:
-        raise StoreError("a new store needs a capacity, or the specs of the tensors it is for")
+        raise StoreError(
+            "a new store needs a capacity, or the specs of the tensors it is for; only on block devices is it as "
+            "large as they are without either"
+        )
     needed = data_bytes_needed(layouts, durability) + round_up(scratch_bytes, block_bytes)
     room = needed if capacity is None else _parsed(capacity)
     if capacity is not None and room < needed:
@@ -87,6 +96,42 @@ def plan_store(
         catalog_bytes=_catalog_room(layouts, room, capacity is None)
         if catalog_bytes is None
         else catalog_bytes,
+        block_bytes=block_bytes,
+        weights=weights,
+    )
+
+
+def plan_whole_devices(
+    device_bytes: Sequence[int], *, block_bytes: int, weights: Sequence[int], catalog_bytes: int | None
+) -> Geometry:
+    """Returns the geometry of the largest store with these ``weights`` that fits devices of ``device_bytes``.
+
+    Raises:
+        StoreError: a device is too small to hold anything.
+    """
+    check_block_bytes(block_bytes)
+    check_weights(weights)
+    # The catalog's room is planned for all of the space, of which the rest is a little less.
+    limit = min(size // weight for size, weight in zip(device_bytes, weights, strict=True)) * sum(weights)
+    catalog = _catalog_room((), limit, False) if catalog_bytes is None else catalog_bytes
+    begin = plan_geometry(
+        capacity_bytes=0, scratch_bytes=0, catalog_bytes=catalog, block_bytes=block_bytes, weights=weights
+    ).data_offset
+    unit = block_bytes if len(weights) == 1 else STRIPE_BYTES
+    shares = (
+        max(size - begin, 0) // unit // weight for size, weight in zip(device_bytes, weights, strict=True)
+    )
+    capacity = min(shares) * unit * sum(weights)
+    if capacity == 0:
+        smallest = min(device_bytes)
+        raise StoreError(
+            f"a device of {smallest:,} bytes has no room for a store: its own data takes {begin:,}; give a larger "
+            "device, or less catalog_bytes"
+        )
+    return plan_geometry(
+        capacity_bytes=capacity,
+        scratch_bytes=0,
+        catalog_bytes=catalog,
         block_bytes=block_bytes,
         weights=weights,
     )

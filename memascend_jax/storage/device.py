@@ -88,6 +88,18 @@ def open_member(path: str, *, read_only: bool, direct_io: DirectIo) -> Member:
     return _open_checked(path, status, os.O_RDONLY if read_only else os.O_RDWR, direct_io)
 
 
+def block_device_bytes(path: str) -> int | None:
+    """Returns the size of the block device at ``path``, or None when it is something else or not there yet."""
+    status = _stat(path)
+    if status is None or not stat.S_ISBLK(status.st_mode):
+        return None
+    fd = _open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.lseek(fd, 0, os.SEEK_END)
+    finally:
+        os.close(fd)
+
+
 def create_member(path: str, *, direct_io: DirectIo) -> Member:
     """Opens ``path`` to become a member: an existing file or device as it is, else a new empty file (0600).
 

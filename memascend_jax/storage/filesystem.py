@@ -35,6 +35,7 @@ _FS_IOC_SETFLAGS = 0x40086602
 _FS_NOCOW_FL = 0x00800000
 _BLKSSZGET = 0x1268
 _BLKDISCARD = 0x1277
+_KEEP_SIZE, _PUNCH_HOLE, _ZERO_RANGE = 1, 2, 16
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
@@ -91,6 +92,22 @@ def discard(fd: int, begin: int, end: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def punch(fd: int, nbytes: int) -> bool:
+    """Gives the disk space of bytes ``[0, nbytes)`` of a file back; returns whether the file system can.
+
+    A file system mounted with ``discard`` passes it on to the SSD. The bytes read as zeros afterwards.
+    """
+    return bool(_libc.fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, 0, nbytes) == 0)
+
+
+def zero(fd: int, nbytes: int) -> bool:
+    """Makes bytes ``[0, nbytes)`` of a file read as zeros while they stay reserved; returns whether that was done.
+
+    Not a write: the file system marks the extents as holding nothing.
+    """
+    return bool(_libc.fallocate(fd, _ZERO_RANGE | _KEEP_SIZE, 0, nbytes) == 0)
 
 
 def lock_holder(fd: int) -> int | None:

@@ -7,7 +7,7 @@ import dataclasses
 import os
 import time
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from memascend_jax.errors import StoreError
@@ -36,9 +36,11 @@ from memascend_jax.storage.volume import Volume
 
 def create_volume(
     paths: Sequence[str],
-    geometry: Geometry,
+    plan: Callable[[Sequence[Member]], Geometry],
     durability: Durability,
     *,
+    block_bytes: int,
+    discard: bool,
     direct_io: DirectIo,
     make_engine: EngineFactory,
     overwrite: bool,
@@ -49,6 +51,10 @@ def create_volume(
     Every path is checked before the first byte is written to any. On failure, files that did not exist before
     are removed and the others are closed.
 
+    Args:
+        plan: returns the geometry; called when the members may be formatted, and may look at them.
+        discard: tell devices and file systems that what was on the members is no longer needed.
+
     Raises:
         StoreError: a path that must not or cannot become a member; the message says which and why.
     """
@@ -57,13 +63,13 @@ def create_volume(
     try:
         for path in paths:
             members.append(device.create_member(path, direct_io=direct_io))
-            _check_sector(members[-1], geometry.block_bytes)
+            _check_sector(members[-1], block_bytes)
         contents = [device.existing_contents(member) for member in members]
         _check_may_format(members, contents, overwrite, erase_foreign_data)
-        superblock = Superblock(uuid.uuid4().bytes, 0, geometry, durability, time.time(), ready=False)
+        superblock = Superblock(uuid.uuid4().bytes, 0, plan(members), durability, time.time(), ready=False)
         volume = Volume(members, superblock, make_engine)
         _reserve(volume)
-        _erase(volume, contents)
+        _erase(volume, contents, discard)
         volume.write_superblocks(superblock)
         volume.flush()
         _check_reads_back(volume)
@@ -215,13 +221,18 @@ def _reserve(volume: Volume) -> None:
         device.cut_to(member, volume.geometry.member_bytes(index))
 
 
-def _erase(volume: Volume, contents: Sequence[str | None]) -> None:
-    """Removes every trace of what was there: a later probe must see this store and nothing else."""
+def _erase(volume: Volume, contents: Sequence[str | None], discard: bool) -> None:
+    """Removes every trace of what was there: a later probe must see this store and nothing else.
+
+    The space has been reserved and all refusals are behind us; only the members themselves are discarded, whole.
+    """
     geometry = volume.geometry
     zeros = aligned_buffer(CATALOG_OFFSET)
     for index, member in enumerate(volume.members):
-        if member.is_block_device:
+        if discard and member.is_block_device:
             filesystem.discard(member.fd, 0, member.nbytes - member.nbytes % MAX_BLOCK_BYTES)
+        elif discard and contents[index] is not None:
+            filesystem.zero(member.fd, member.nbytes)
         if contents[index] is not None:
             volume.write_metadata([(index, 0, zeros)])
             tail = member.nbytes // MAX_BLOCK_BYTES * MAX_BLOCK_BYTES - signatures.TAIL_BYTES

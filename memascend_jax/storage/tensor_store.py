@@ -21,8 +21,9 @@ from memascend_jax.errors import StoreError
 from memascend_jax.storage import elements, formatting, opening, rows, verify
 from memascend_jax.storage.batch import Batch
 from memascend_jax.storage.bounce import Bounce
-from memascend_jax.storage.capacity import bytes_needed, plan_store
+from memascend_jax.storage.capacity import bytes_needed
 from memascend_jax.storage.commit import Committer
+from memascend_jax.storage.creation import CreationPlan, Weights
 from memascend_jax.storage.device import PathLike, resolve_paths
 from memascend_jax.storage.inspection import describe
 from memascend_jax.storage.options import IoArguments, IoCounters, IoOptions
@@ -103,8 +104,10 @@ class TensorStore:
         scratch_bytes: int = 0,
         durability: Durability = "step",
         block_bytes: int = 4096,
-        weights: Sequence[int] | None = None,
+        weights: Weights | None = None,
+        speeds: Sequence[float] | None = None,
         catalog_bytes: int | None = None,
+        discard: bool = True,
         overwrite: bool = False,
         erase_foreign_data: bool | Collection[str] = False,
         **io: Unpack[IoArguments],
@@ -115,13 +118,16 @@ class TensorStore:
             paths: one path per member: a directory (the file ``memascend.store`` in it), a file, or a block
                 device.
             capacity: bytes for tensors (both places of each) and scratch, or a text such as ``"4GiB"``; None:
-                what ``specs`` and ``scratch_bytes`` need.
+                what ``specs`` and ``scratch_bytes`` need, or without those the whole of the block devices.
             specs: tensors to declare, laid out in this order.
             scratch_bytes: part of the capacity kept for scratch extents.
             durability: ``step`` gives each tile two places; ``checkpoint`` overwrites in place in half the space.
             block_bytes: unit of disk space, a multiple of the devices' sector.
-            weights: the share of each member, for SSDs of unequal speed; None: equal.
+            weights: the share of each member, for SSDs of unequal speed; ``"measure"``: found by writing and
+                reading a sample on each, which changes nothing; None: equal.
+            speeds: instead of weights, the speed of each member in any unit.
             catalog_bytes: room for the catalog; None: enough for ``specs`` twice, or for the capacity.
+            discard: tell the SSDs that what was on the members is no longer needed.
             overwrite: replace a store that exists at a path.
             erase_foreign_data: replace other data on a path: True, or the paths that may be erased.
             **io: see ``IoOptions``.
@@ -133,21 +139,24 @@ class TensorStore:
         options = IoOptions(**io)
         resolved = resolve_paths(paths)
         layouts = layouts_of(specs, block_bytes)
-        geometry = plan_store(
-            layouts,
+        plan = CreationPlan(
+            layouts=layouts,
             capacity=capacity,
             scratch_bytes=scratch_bytes,
             durability=durability,
             block_bytes=block_bytes,
-            weights=[1] * len(resolved) if weights is None else weights,
             catalog_bytes=catalog_bytes,
-            members=len(resolved),
+            weights=weights,
+            speeds=speeds,
         )
+        plan.check(resolved)
         erase = erase_foreign_data if isinstance(erase_foreign_data, bool) else set(erase_foreign_data)
         volume = formatting.create_volume(
             resolved,
-            geometry,
+            lambda members: plan.geometry(members, options.engine()),
             durability,
+            block_bytes=block_bytes,
+            discard=discard,
             direct_io=options.direct_io,
             make_engine=options.engine(),
             overwrite=overwrite,

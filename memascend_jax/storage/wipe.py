@@ -41,6 +41,8 @@ def wipe(paths: PathLike | Sequence[PathLike]) -> list[str]:
 
 def _wipe_member(member: Member) -> None:
     if not member.is_block_device:
+        # Another name of the file, or a program that still has it open, must not keep the data.
+        filesystem.punch(member.fd, member.nbytes)
         Path(member.path).unlink()
         return
     known = formatting.decoded_copies(member)
