@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -19,6 +19,7 @@ import numpy.typing as npt
 from memascend_jax.errors import StoreError
 from memascend_jax.storage.batch import Requests, Span
 from memascend_jax.storage.checksum import crc32c_many, unit_pieces
+from memascend_jax.storage.engine import EngineTicket
 from memascend_jax.storage.layout import Int64Array
 from memascend_jax.storage.read_checks import expected_checksums, expected_unit_checksums, tiles_of
 from memascend_jax.storage.store_errors import StoreIOError
@@ -30,8 +31,11 @@ from memascend_jax.storage.volume import Volume
 MEMORY_ALIGNMENT = 512
 #: After this many more tickets that nobody waited for, finished ones are looked for.
 _PRUNE_EVERY = 64
+#: Of a large batch this much is given to the disk at a time: the checksums of the next piece are computed meanwhile.
+_PIECE_BYTES = 16 << 20
 
 Extents = list[tuple[int, int, int]]
+Writes = list[tuple[StoredTensor, int, int]]
 Checksums = npt.NDArray[np.uint32]
 
 
@@ -51,19 +55,24 @@ class TileIo:
         self._check_reads = check_reads
         self._serial = 0
         self._outstanding: dict[int, Ticket] = {}
+        #: For a read: older reads of the same tiles that may still be in flight.
+        self._earlier_reads: dict[int, set[int]] = {}
         self._prune_at = _PRUNE_EVERY
 
     def submit(self, requests: Requests, keepalive: object = None, check: bool = False) -> Ticket:
         """Starts ``requests``; see ``Batch.submit``. ``check``: compare checksums in ``wait``."""
         if not requests.writes and not requests.scratch_writes:
             with self.lock:
-                return self._submit(requests, [], keepalive, check or self._check_reads)
+                return self._submit(requests, [], [], keepalive, check or self._check_reads)
         with self.write_lock:
             self.check_writable()
             self._check_writes(requests)
-            checksums = self._checksums_of(requests.writes)
+            # The first piece's checksums are computed before the lock is taken, those of later pieces while the
+            # disk is busy with the pieces before.
+            pieces = _pieces(requests.writes)
+            first = self._checksums_of(pieces[0]) if pieces else []
             with self.lock:
-                return self._submit(requests, checksums, keepalive, check or self._check_reads)
+                return self._submit(requests, pieces, first, keepalive, check or self._check_reads)
 
     def settle(self, ticket: Ticket) -> None:
         """Waits for ``ticket`` and books its outcome; does not raise."""
@@ -81,7 +90,7 @@ class TileIo:
             for tensor, tile, _ in ticket.requests.writes:
                 if tensor.last_write[tile] == ticket.serial:
                     (tensor.poisoned.discard if error is None else tensor.poisoned.add)(tile)
-            self._outstanding.pop(ticket.serial, None)
+            self._forget(ticket)
             if error is not None:
                 ticket.fail(error)
             ticket.requests, ticket.engine_tickets = Requests(), []
@@ -141,40 +150,54 @@ class TileIo:
         )
 
     def _submit(
-        self, requests: Requests, checksums: list[Checksums], keepalive: object, check: bool
+        self,
+        requests: Requests,
+        pieces: list[Writes],
+        first_checksums: list[Checksums],
+        keepalive: object,
+        check: bool,
     ) -> Ticket:
         self.check_open()
         serial = self._serial + 1
         needed: set[int] = set()
+        needed_reads: set[int] = set()
+        earlier_reads: set[int] = set()
         read_extents: Extents = []
         for tensor, span, address in requests.reads:
             self._locate_read(tensor, span, address, read_extents, needed)
-        write_extents: Extents = []
+            if self._outstanding and span.disk_bytes:
+                earlier_reads.update(tensor.last_read[span.first_tile : span.end_tile].tolist())
+        write_extents: list[tuple[int, int, int]] = []
         places: list[int] = []
         overwrites = False
         for tensor, tile, address in requests.writes:
             place = tensor.write_place(tile)
             first, _, disk_bytes = tensor.layout.disk_span(tile)
             places.append(place)
-            if disk_bytes:
-                write_extents.append((tensor.bases[place] + first, address, disk_bytes))
+            write_extents.append((tensor.bases[place] + first, address, disk_bytes))
             overwrites = overwrites or tensor.committed[tile] == place
             if self._outstanding:
                 needed.add(int(tensor.last_write[tile]))
-                needed.add(int(tensor.last_read[tile]))
+                # Reads in flight are of the newest contents: they matter only to a write to the same place.
+                if tensor.place[tile] == place:
+                    needed_reads.add(int(tensor.last_read[tile]))
         for scratch, address, nbytes, offset in requests.scratch_reads:
             scratch.locate(address, nbytes, offset, read_extents, needed, writes=False, serial=serial)
+        scratch_extents: Extents = []
         for scratch, address, nbytes, offset in requests.scratch_writes:
-            scratch.locate(address, nbytes, offset, write_extents, needed, writes=True, serial=serial)
+            scratch.locate(address, nbytes, offset, scratch_extents, needed, writes=True, serial=serial)
         unit_extents = [
             self._locate_units(tensor, units, address, needed)
             for tensor, units, address in requests.unit_reads
         ]
+        if self._outstanding:
+            for tensor, units, _ in requests.unit_reads:
+                earlier_reads.update(np.unique(tensor.last_read[tiles_of(tensor, units)]).tolist())
         reads = _checked(np.concatenate([_array(read_extents), *unit_extents]))
-        writes = _checked(_array(write_extents))
+        writes, scratch_writes = _checked(_array(write_extents)), _checked(_array(scratch_extents))
         if overwrites:
             self.before_overwrite()
-        self._settle_serials(needed)
+        self._settle_serials(needed | self._with_earlier_reads(needed_reads))
         if len(self._outstanding) >= self._prune_at:
             self._prune()
         ticket = Ticket(self, serial, requests)
@@ -183,21 +206,40 @@ class TileIo:
                 ticket.checks += expected_checksums(tensor, span, address)
             for tensor, units, address in requests.unit_reads:
                 ticket.checks += expected_unit_checksums(tensor, units, address)
+        earlier_reads = {older for older in earlier_reads if self._matters(older)}
+        if earlier_reads:
+            self._earlier_reads[serial] = earlier_reads
         self._serial = serial
-        self._book(requests, serial, places, checksums)
-        for extents, submit in ((reads, self.volume.submit_read), (writes, self.volume.submit_write)):
-            if len(extents):
-                ticket.nbytes += int(extents[:, 2].sum())
-                ticket.engine_tickets.append(submit(extents, keepalive))
+        self._book(requests, serial, places)
+        self._start(ticket, reads, self.volume.submit_read, keepalive)
+        self._start(ticket, scratch_writes, self.volume.submit_write, keepalive)
+        begin = 0
+        for index, piece in enumerate(pieces):
+            checksums = self._checksums_of(piece) if index else first_checksums
+            for (tensor, tile, _), values in zip(piece, checksums, strict=True):
+                tensor.checksums[tensor.tile_units(tile)] = values
+            self._start(ticket, writes[begin : begin + len(piece)], self.volume.submit_write, keepalive)
+            begin += len(piece)
         self._outstanding[serial] = ticket
         return ticket
 
-    def _book(self, requests: Requests, serial: int, places: list[int], checksums: list[Checksums]) -> None:
+    @staticmethod
+    def _start(
+        ticket: Ticket,
+        extents: Int64Array,
+        submit: Callable[[Int64Array, object], EngineTicket],
+        keepalive: object,
+    ) -> None:
+        extents = extents[extents[:, 2] > 0]
+        if len(extents):
+            ticket.nbytes += int(extents[:, 2].sum())
+            ticket.engine_tickets.append(submit(extents, keepalive))
+
+    def _book(self, requests: Requests, serial: int, places: list[int]) -> None:
         """Makes what the batch writes the newest contents and notes which tiles it touches."""
-        for (tensor, tile, _), place, values in zip(requests.writes, places, checksums, strict=True):
+        for (tensor, tile, _), place in zip(requests.writes, places, strict=True):
             tensor.place[tile] = place
             tensor.last_write[tile] = serial
-            tensor.checksums[tensor.tile_units(tile)] = values
         for tensor, span, _ in requests.reads:
             tensor.last_read[span.first_tile : span.end_tile] = serial
         for tensor, units, _ in requests.unit_reads:
@@ -259,7 +301,7 @@ class TileIo:
             if any((id(tensor), tile) in seen for tile in range(span.first_tile, span.end_tile)):
                 raise StoreError(f"tensor '{tensor.name}' is read and written in one batch; use one for each")
 
-    def _checksums_of(self, writes: Iterable[tuple[StoredTensor, int, int]]) -> list[Checksums]:
+    def _checksums_of(self, writes: Writes) -> list[Checksums]:
         """Returns the checksums of each write, and zeroes the slots' room behind the last element."""
         addresses: list[int] = []
         lengths: list[int] = []
@@ -281,6 +323,30 @@ class TileIo:
         ends = np.cumsum(counts)
         return [values[end - count : end] for end, count in zip(ends.tolist(), counts, strict=True)]
 
+    def _with_earlier_reads(self, serials: set[int]) -> set[int]:
+        """Returns ``serials`` and those of the reads of the same tiles that were in flight before them.
+
+        A tile remembers its last read only; ``_earlier_reads`` has the ones before each.
+        """
+        found: set[int] = set()
+        left = set(serials)
+        while left:
+            found |= left
+            left = set().union(*(self._earlier_reads.get(serial, ()) for serial in left)) - found
+        return found
+
+    def _matters(self, serial: int) -> bool:
+        """Whether a read is in flight, or followed one of the same tiles that still is."""
+        return serial in self._outstanding or serial in self._earlier_reads
+
+    def _forget(self, ticket: Ticket) -> None:
+        """Takes a settled ticket out of the order."""
+        self._outstanding.pop(ticket.serial, None)
+        # Serials grow, and each entry holds smaller ones: one pass in order finds all that have lost their reason.
+        for serial in sorted(self._earlier_reads):
+            if not any(self._matters(older) for older in self._earlier_reads[serial]):
+                del self._earlier_reads[serial]
+
     def _settle_serials(self, serials: set[int]) -> None:
         if self._outstanding:
             for serial in sorted(serials & self._outstanding.keys()):
@@ -298,6 +364,19 @@ class TileIo:
         names = list(dict.fromkeys(entry[0].name for entry in touched))
         writing = bool(writes or requests.scratch_writes)
         return self.explained(names, "write" if writing else "read", error)
+
+
+def _pieces(writes: Writes) -> list[Writes]:
+    """Returns ``writes`` cut into runs of about ``_PIECE_BYTES``, in order."""
+    pieces: list[Writes] = []
+    room = 0
+    for write in writes:
+        if room <= 0:
+            pieces.append([])
+            room = _PIECE_BYTES
+        pieces[-1].append(write)
+        room -= write[0].layout.disk_span(write[1])[2]
+    return pieces
 
 
 def _array(extents: Extents) -> Int64Array:

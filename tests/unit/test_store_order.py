@@ -11,6 +11,7 @@ import pytest
 from simulated_disk import DoneTicket, SimulatedDisk, SimulatedEngine
 from stores import slot
 
+from memascend_jax.storage import tile_io
 from memascend_jax.storage.engine import address_of, aligned_buffer
 from memascend_jax.storage.tensor_store import TensorSpec, TensorStore, Ticket
 
@@ -103,6 +104,43 @@ def test_read_does_not_see_a_write_submitted_after_it(bench: Bench) -> None:
     bench.write(1, 6).wait()
     ticket.wait()
     assert values.tolist() == [0, 5, 0, 0]
+
+
+def test_none_of_several_reads_in_flight_sees_a_write_submitted_after_them(bench: Bench) -> None:
+    bench.write(1, 5)
+    reads = [bench.read() for _ in range(3)]
+    # Waiting for the last of them says nothing about the others.
+    reads[2][0].wait()
+    bench.write(1, 6).wait()
+    for ticket, values in reads:
+        ticket.wait()
+        assert values.tolist() == [0, 5, 0, 0]
+
+
+def test_write_to_the_other_place_does_not_wait_for_reads(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "step")
+    reading, values = bench.read()
+    writing = bench.write(1, 6)
+    assert not reading.done()
+    writing.wait()
+    reading.wait()
+    assert values.tolist() == [0, 0, 0, 0]
+
+
+def test_large_batch_is_written_in_pieces_with_the_right_checksums(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tile_io, "_PIECE_BYTES", 8192)
+    bench = Bench(tmp_path, "step")
+    memory = slot(np.repeat(np.arange(4, dtype=np.float32), 1024))
+    batch = bench.store.batch()
+    for tile in (3, 0, 1, 2):
+        batch.write_tile("w", tile, address_of(memory) + tile * 4096)
+    ticket = batch.submit(memory)
+    assert len(ticket.engine_tickets) == 2
+    assert ticket.nbytes == 16384
+    assert bench.store.get("w")[::1024].tolist() == [0, 1, 2, 3]
+    assert bench.store.verify().ok
 
 
 def test_last_of_two_writes_stays(bench: Bench) -> None:
