@@ -7,7 +7,6 @@ Results go to stdout, as a table or with ``--json`` as one JSON object with a ``
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,8 +14,8 @@ from typing import Any
 
 from memascend_jax import __version__
 from memascend_jax.observe.failure import exit_status
+from memascend_jax.observe.output import print_json, print_tables
 
-SCHEMA = 1
 Command = Callable[[argparse.Namespace], int]
 
 
@@ -47,27 +46,15 @@ def build_parser() -> argparse.ArgumentParser:
     from memascend_jax.recipes.llama_finetune import add_config_arguments
 
     add_config_arguments(plan)
-    _add_store(commands)
+    from memascend_jax.store_commands import add_store_commands
+
+    add_store_commands(commands, _command)
     export = _command(commands, "export", _export, "a store's model as a Hugging Face folder")
     export.add_argument("paths", metavar="STORE", nargs="+", help="paths of the store, one per member")
     export.add_argument("--out", metavar="DIR", required=True, help="folder to make; must not exist")
     report = _command(commands, "report", _report, "the figures of a run, finished or not")
     report.add_argument("run_dir", metavar="RUN", help="run.dir of the run")
     return parser
-
-
-def _add_store(commands: Any) -> None:
-    store = commands.add_parser("store", help="looks at, checks or removes a store", allow_abbrev=False)
-    verbs = store.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for name, verb, text in (
-        ("inspect", _inspect, "what a store is and holds; changes nothing"),
-        ("verify", _verify, "reads everything and compares the checksums; changes nothing"),
-        ("wipe", _wipe, "removes a store: its files are deleted, its devices blanked"),
-    ):
-        parser = _command(verbs, name, verb, text)
-        parser.add_argument("paths", metavar="PATH", nargs="+", help="paths of the store, one per member")
-        if name == "wipe":
-            parser.add_argument("--yes", action="store_true", help="do not ask, on a terminal either")
 
 
 def _command(commands: Any, name: str, run: Command, text: str) -> argparse.ArgumentParser:
@@ -87,67 +74,11 @@ def _plan(options: argparse.Namespace) -> int:
 
     plan = plan_from_config(config)
     if options.json:
-        _print_json(plan.to_json())
+        print_json(plan.to_json())
     else:
         from memascend_jax.observe.screen import plan_table
 
-        _print(plan_table(plan.rows()))
-    return 0
-
-
-def _inspect(options: argparse.Namespace) -> int:
-    from memascend_jax.storage.tensor_store import TensorStore
-
-    with TensorStore.open(options.paths, read_only=True, direct_io="optional") as store:
-        facts = store.inspect()
-    if options.json:
-        _print_json(facts)
-    else:
-        from memascend_jax.observe.store_tables import store_tables
-
-        _print(*store_tables(facts))
-    return 0
-
-
-def _verify(options: argparse.Namespace) -> int:
-    from memascend_jax.errors import StoreError
-    from memascend_jax.storage.tensor_store import TensorStore
-
-    with TensorStore.open(options.paths, read_only=True, direct_io="optional") as store:
-        report, generation = store.verify(), store.generation
-    facts = {
-        "generation": generation,
-        "tensors": report.tensors,
-        "tiles": report.tiles,
-        "bytes": report.bytes,
-        "faults": [str(fault) for fault in report.faults],
-    }
-    if options.json:
-        _print_json(facts)
-    else:
-        from memascend_jax.observe.store_tables import verify_table
-
-        _print(verify_table(facts))
-        for fault in report.faults:
-            sys.stderr.write(f"memascend: {fault}\n")
-    return StoreError.exit_code if report.faults else 0
-
-
-def _wipe(options: argparse.Namespace) -> int:
-    from memascend_jax.storage.wipe import wipe
-
-    names = ", ".join(options.paths)
-    if not options.yes and sys.stdin.isatty() and sys.stderr.isatty():
-        sys.stderr.write(f"Remove the store {names} and everything in it? Type yes: ")
-        sys.stderr.flush()
-        if sys.stdin.readline().strip() != "yes":
-            sys.stderr.write("memascend: nothing was changed\n")
-            return 1
-    wiped = wipe(options.paths)
-    if options.json:
-        _print_json({"wiped": wiped})
-    else:
-        sys.stderr.write(f"memascend: removed the store {', '.join(wiped)}\n")
+        print_tables(plan_table(plan.rows()))
     return 0
 
 
@@ -156,7 +87,7 @@ def _export(options: argparse.Namespace) -> int:
 
     facts = export_store(options.paths, Path(options.out).expanduser())
     if options.json:
-        _print_json(facts)
+        print_json(facts)
     else:
         sys.stderr.write(f"memascend: wrote {facts['path']}, the model after step {facts['step']}\n")
     return 0
@@ -167,24 +98,12 @@ def _report(options: argparse.Namespace) -> int:
 
     run = read_run(Path(options.run_dir).expanduser())
     if options.json:
-        _print_json(run)
+        print_json(run)
         return 0
     from memascend_jax.observe.summary import status_line, summary_table
 
-    _print(status_line(run["status"]), summary_table(run["summary"]))
+    print_tables(status_line(run["status"]), summary_table(run["summary"]))
     return 0
-
-
-def _print(*renderables: Any) -> None:
-    from memascend_jax.observe.screen import build_console
-
-    console = build_console(stderr=False)
-    for renderable in renderables:
-        console.print(renderable)
-
-
-def _print_json(facts: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps({"schema": SCHEMA, **facts}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,10 @@ from memascend_jax.units import format_bytes
 
 def store_tables(facts: Mapping[str, Any]) -> list[Table]:
     """Returns what the store is, its members, and its tensors; ``facts`` as ``TensorStore.inspect`` gives them."""
-    return [_facts(facts), _members(facts["members"]), _tensors(facts["tensors"])]
+    tables = [_facts(facts), _members(facts["members"]), _tensors(facts["tensors"])]
+    if "endurance" in facts:
+        tables.insert(2, _endurance(facts["endurance"]))
+    return tables
 
 
 def verify_table(facts: Mapping[str, Any]) -> Table:
@@ -50,10 +53,27 @@ def _facts(facts: Mapping[str, Any]) -> Table:
 
 
 def _members(members: Sequence[Mapping[str, Any]]) -> Table:
-    table = _table("members", "path", "kind", "size")
+    table = _table("members", "path", "kind", "size", "weight", "I/O")
     for member in members:
         kind = "block device" if member["block_device"] else f"file on {member['file_system']}"
-        table.add_row(Text(member["path"]), Text(kind), format_bytes(member["bytes"]))
+        io = "direct" if member["direct"] else "page cache"
+        size = format_bytes(member["bytes"])
+        table.add_row(Text(member["path"]), Text(kind), size, f"{member['weight']}", io)
+    return table
+
+
+def _endurance(members: Sequence[Mapping[str, Any]]) -> Table:
+    table = _table("endurance", "path", "written", "rated", "used", "per day", "left at this pace")
+    for member in members:
+        days = member["days_left"]
+        table.add_row(
+            Text(member["path"]),
+            format_bytes(member["bytes_written"]),
+            format_bytes(member["rated_bytes"]),
+            f"{100 * member['used']:.3g} %",
+            format_bytes(member["bytes_per_day"]) if days is not None else "",
+            f"{days / 365.25:,.1f} years" if days is not None else "too early to say",
+        )
     return table
 
 

@@ -163,3 +163,56 @@ def test_export_of_a_store_without_a_run_ends_with_6(
     assert cli.main(["export", str(store_path), "--out", str(tmp_path / "out")]) == 6
     assert "not a training run" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_store_is_created_with_what_was_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [str(tmp_path / "a"), str(tmp_path / "b")]
+    create = ["store", "create", *paths, "--direct-io", "optional"]
+    assert cli.main([*create, "--capacity", "6MiB", "--weights", "2,1", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["schema"], facts["capacity_bytes"], facts["tensors"]) == (1, 6 << 20, [])
+    assert [member["weight"] for member in facts["members"]] == [2, 1]
+    assert cli.main([*create, "--capacity", "1MiB"]) == 6
+    assert "there is one already" in capsys.readouterr().err
+    assert cli.main([*create, "--capacity", "1MiB", "--speeds", "1,3", "--overwrite"]) == 0
+    assert "block" not in capsys.readouterr().err
+    for arguments, message in [
+        (["--capacity", "1 elephant"], "expected a size"),
+        (["--weights", "2,x"], "--weights: expected numbers"),
+        ([], "a new store needs a capacity"),
+    ]:
+        assert cli.main([*create, *arguments]) == 6
+        assert message in capsys.readouterr().err
+
+
+def test_inspect_tells_how_long_the_drives_last(store_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    inspect = ["store", "inspect", str(store_path), "--rated-tbw"]
+    assert cli.main([*inspect, "600"]) == 0
+    assert re.search(r"KiB +545\.70 TiB +\S+ % +too early to say", capsys.readouterr().out)
+    assert cli.main([*inspect, "600", "--json"]) == 0
+    (member,) = json.loads(capsys.readouterr().out)["endurance"]
+    assert 0 < member["used"] < 1e-6
+    assert member["days_left"] is None
+    assert cli.main([*inspect, "600,300"]) == 6
+    assert "one for each of the 1 members" in capsys.readouterr().err
+
+
+def test_bench_at_toy_size_measures_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench = ["store", "bench", str(tmp_path), "--direct-io", "optional", "--size", "1MiB"]
+    arguments = [*bench, "--rounds", "1", "--against", "numpy,safetensors", "--json"]
+    assert cli.main(arguments) == 0
+    facts = json.loads(capsys.readouterr().out)
+    done = {(series["contender"], series["case"].partition(",")[0]) for series in facts["series"]}
+    assert {("memascend store", kind) for kind in ("write", "read", "mixed", "durable write")} <= done
+    assert {("safetensors", "read"), ("numpy tofile/fromfile", "durable write")} <= done
+    assert all(series["median"] > 0 for series in facts["series"])
+    assert all(ratio["ratio"] > 0 for ratio in facts["ratios"])
+    assert facts["machine"]["cores"] > 0
+    assert list(tmp_path.iterdir()) == []
+    assert cli.main([*bench, "--against", "wishes"]) == 6
+    (tmp_path / "memascend-bench.store").write_text("mine")
+    assert cli.main(arguments) == 6
+    assert "the file exists" in capsys.readouterr().err
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]

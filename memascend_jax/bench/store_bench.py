@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``memascend store bench``: the store against fio and against files, on the user's own disk.
+
+Everything is made in a folder (or on devices) given for it and removed again; nothing that exists is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from memascend_jax.bench import file_contenders, fio
+from memascend_jax.bench.checksum_cost import checksum_cost
+from memascend_jax.bench.contest import Case, Contender, Files, Kind, TheDisk, TheStore, compete
+from memascend_jax.bench.environment import describe_machine
+from memascend_jax.bench.sample import Series, find, paired_ratio
+from memascend_jax.bench.store_contender import StoreContender
+from memascend_jax.bench.tensor_set import TensorSet, one_tensor, smollm2
+from memascend_jax.errors import StoreError
+from memascend_jax.storage.device import resolve_paths
+from memascend_jax.storage.options import IoArguments
+from memascend_jax.units import GIB, MIB, format_bytes, round_up
+
+KINDS: tuple[Kind, ...] = ("write", "read", "mixed", "durable write")
+MIN_TENSOR_BYTES = MIB
+FILE_NAME = "memascend-bench.store"
+
+
+@dataclass(frozen=True, slots=True)
+class BenchOptions:
+    """What is measured.
+
+    Args:
+        tensor_bytes: size of the one large tensor and of the table of rows.
+        rounds: measurements of each, after one that does not count.
+        against: ``fio`` and the kinds of ``file_contenders``.
+        beside: further contenders of the caller.
+    """
+
+    tensor_bytes: int = GIB
+    rounds: int = 7
+    against: Sequence[str] = ("fio",)
+    beside: Sequence[Contender] = ()
+    io: IoArguments = field(default_factory=lambda: IoArguments())
+
+
+def bench_store(
+    paths: Sequence[str], options: BenchOptions, say: Callable[[str], None] = lambda line: None
+) -> dict[str, Any]:
+    """Returns the figures of all contenders, the store's speed relative to each, and the machine.
+
+    Raises:
+        StoreError: something is at the paths already, there is no room, or data was not read as written.
+    """
+    unknown = set(options.against) - {"fio", *file_contenders.KINDS}
+    if unknown or options.rounds < 1 or options.tensor_bytes < MIN_TENSOR_BYTES:
+        raise StoreError(
+            f"cannot measure {options.rounds} rounds of {options.tensor_bytes:,} bytes against "
+            f"{', '.join(options.against) or 'nothing'}: at least 1 round of {MIN_TENSOR_BYTES:,} bytes, against "
+            f"fio, {', '.join(file_contenders.KINDS)}"
+        )
+    members = bench_paths(paths)
+    sets = [
+        one_tensor(options.tensor_bytes, f"one tensor of {format_bytes(options.tensor_bytes)}"),
+        smollm2(),
+    ]
+    series: list[Series] = []
+    machine = describe_machine(paths)
+    with ExitStack() as stack:
+        store = StoreContender(members, sets, options.tensor_bytes, options.io)
+        stack.callback(store.close)
+        store.fill()
+        contenders = [TheStore(store), *options.beside]
+        skipped = _add_roof(contenders, members, options, say, stack)
+        skipped += _add_files(contenders, members, sets, options, stack)
+        cases = [Case(kind, tensors) for tensors in sets for kind in KINDS] + [Case("rows", sets[0])]
+        series += compete(contenders, cases, options.rounds, say)
+        return {
+            "machine": machine,
+            "members": store.store.inspect()["members"],
+            "io_backend": store.store.io_backend,
+            "notes": [*store.store.notes, *skipped],
+            "series": [one.to_json() for one in series],
+            "ratios": ratios(series),
+            "checksums": checksum_cost(store),
+        }
+
+
+def bench_paths(paths: Sequence[str]) -> list[str]:
+    """Returns where the members will be: a file of its own in each directory, or the path given.
+
+    Raises:
+        StoreError: a file is there already.
+    """
+    members = [str(Path(path) / FILE_NAME) if Path(path).is_dir() else path for path in paths]
+    for member in resolve_paths(members):
+        if Path(member).is_file():
+            raise StoreError(
+                f"cannot measure at '{member}': the file exists; give a directory or another name"
+            )
+    return members
+
+
+def ratios(series: Sequence[Series]) -> list[dict[str, Any]]:
+    """Returns the store's speed over that of every other contender, case by case."""
+    found = []
+    for other in series:
+        own = find(series, StoreContender.name, other.case)
+        if own is None or own is other or not other.samples:
+            continue
+        ratio = paired_ratio(own, other)
+        if ratio is not None:
+            found.append({"case": other.case, "to": other.contender, "ratio": ratio})
+    return found
+
+
+def _add_roof(
+    contenders: list[Contender],
+    members: Sequence[str],
+    options: BenchOptions,
+    say: Callable[[str], None],
+    stack: ExitStack,
+) -> list[str]:
+    """Adds fio on a file beside each member; returns why not."""
+    if "fio" not in options.against:
+        return []
+    if reason := fio.available():
+        return [reason]
+    if any(Path(member).is_block_device() for member in members):
+        return ["fio is left out on block devices: it would write over the store"]
+    roofs = [f"{member}.fio" for member in members]
+    nbytes = round_up(options.tensor_bytes, 4 * MIB)
+    for roof in roofs:
+        stack.callback(Path(roof).unlink, missing_ok=True)
+        fio.lay_out(roof, round_up(nbytes // len(roofs), 4 * MIB))
+    disk = TheDisk(":".join(roofs), nbytes)
+    disk.tune(say)
+    contenders.append(disk)
+    return []
+
+
+def _add_files(
+    contenders: list[Contender],
+    members: Sequence[str],
+    sets: Sequence[TensorSet],
+    options: BenchOptions,
+    stack: ExitStack,
+) -> list[str]:
+    """Adds the ways of keeping tensors in files that are installed; returns which are not."""
+    missing = []
+    for kind in options.against:
+        if kind == "fio":
+            continue
+        if Path(members[0]).is_block_device():
+            missing.append(f"{kind} is left out: a block device holds no files")
+            continue
+        folder = Path(f"{members[0]}.{kind}")
+        if not file_contenders.installed(kind):
+            missing.append(f"{kind} is left out: its package is not installed")
+            continue
+        stack.callback(file_contenders.remove, folder)
+        contenders.append(Files(kind, folder, sets))
+    return missing

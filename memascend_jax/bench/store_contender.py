@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The store under measurement: tensors between its members and slots of a pinned arena, without a copy."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from memascend_jax.bench.tensor_set import TensorSet
+from memascend_jax.errors import StoreError
+from memascend_jax.memory.arena import PinnedArena
+from memascend_jax.storage.bounce import DEFAULT_BOUNCE_BYTES
+from memascend_jax.storage.options import IoArguments
+from memascend_jax.storage.tensor_store import TensorSpec, TensorStore, Ticket
+from memascend_jax.units import MIB, round_up
+
+#: In the mixed case this much is read, then written, with several such batches in flight: as in a training step.
+_MIXED_BATCH_BYTES = 8 * MIB
+_MIXED_BATCHES_IN_FLIGHT = 8
+ROW_BYTES = 8192
+ROW_TABLE = "table of rows"
+
+
+class StoreContender:
+    """A store made for the measurement and removed by ``close``; every read is compared with what was written."""
+
+    name = "memascend store"
+
+    def __init__(
+        self, paths: Sequence[str], sets: Sequence[TensorSet], table_bytes: int, io: IoArguments
+    ) -> None:
+        self._sets = {tensors.label: tensors for tensors in sets}
+        room = max(sum(round_up(size, 4096) for size in tensors.sizes.values()) for tensors in sets)
+        self._arena = PinnedArena(2 * round_up(room, 2 * MIB) + DEFAULT_BOUNCE_BYTES)
+        self._source = self._arena.allocate(room, "source")
+        self._target = self._arena.allocate(room, "target")
+        self._source.view(0, room)[:] = np.frombuffer(np.random.default_rng(1).bytes(room), np.uint8)
+        self._paths = list(paths)
+        specs = [spec for tensors in sets for spec in self._named(tensors)]
+        if table_bytes:
+            rows = (table_bytes // ROW_BYTES, ROW_BYTES)
+            specs.append(TensorSpec(ROW_TABLE, "uint8", rows, tile_elements=4 * MIB, row_access=True))
+        arguments: IoArguments = {**io, "arena": self._arena}
+        self.store = TensorStore.create(self._paths, specs=specs, **arguments)
+        self._rng = np.random.default_rng(2)
+        self._rows_out = np.empty((4096, ROW_BYTES), np.uint8)
+
+    @property
+    def source(self) -> tuple[int, int]:
+        """(address, bytes) of the memory that is written."""
+        return self._source.address, self._source.nbytes
+
+    def fill(self) -> None:
+        """Writes every tensor to both its places, so that no measured write is the first to its blocks."""
+        for label in self._sets:
+            for _ in range(2):
+                self.write(label)
+                self.store.commit()
+        if ROW_TABLE in self.store:
+            piece = np.asarray(self._source.view(0, min(self._source.nbytes, 64 * MIB)))
+            elements = int(np.prod(self.store.spec(ROW_TABLE).shape))
+            for start in range(0, elements, len(piece)):
+                self.store.write_elements(ROW_TABLE, start, piece[: elements - start])
+            self.store.commit()
+
+    def write(self, label: str) -> None:
+        """Writes all tensors of a set; done when the disk has said so."""
+        batch = self.store.batch()
+        address = self._source.address
+        for name, nbytes in self._sets[label].sizes.items():
+            for tile in range(self.store.tiles(f"{label}/{name}")):
+                batch.write_tile(f"{label}/{name}", tile, address + tile * 4 * MIB)
+            address += round_up(nbytes, 4096)
+        batch.submit().wait()
+
+    def write_durably(self, label: str) -> None:
+        """Writes all tensors of a set and commits them."""
+        self.write(label)
+        self.store.commit()
+
+    def read(self, label: str) -> None:
+        """Reads all tensors of a set."""
+        batch = self.store.batch()
+        address = self._target.address
+        for name, nbytes in self._sets[label].sizes.items():
+            batch.read(f"{label}/{name}", address)
+            address += round_up(nbytes, 4096)
+        batch.submit().wait()
+
+    def mixed(self, label: str) -> None:
+        """Reads all tensors of a set and writes as much, in turns with several batches in flight."""
+        in_flight: deque[Ticket] = deque()
+        reads, writes = self.store.batch(), self.store.batch()
+        gathered = 0
+        at = 0
+        for name, nbytes in self._sets[label].sizes.items():
+            full = f"{label}/{name}"
+            for tile in range(self.store.tiles(full)):
+                start, count = self.store.tile_span(full, tile)
+                reads.read(full, self._target.address + at + start, start, count)
+                writes.write_tile(full, tile, self._source.address + at + start)
+                gathered += count
+                if gathered >= _MIXED_BATCH_BYTES:
+                    in_flight += [reads.submit(), writes.submit()]
+                    gathered = 0
+                    while len(in_flight) > 2 * _MIXED_BATCHES_IN_FLIGHT:
+                        in_flight.popleft().wait()
+            at += round_up(nbytes, 4096)
+        in_flight += [reads.submit(), writes.submit()]
+        for ticket in in_flight:
+            ticket.wait()
+
+    def read_rows(self) -> None:
+        """Reads 4,096 random rows of 8 KiB."""
+        rows = self.store.spec(ROW_TABLE).shape[0]
+        self.store.read_rows(ROW_TABLE, self._rng.integers(0, rows, 4096), self._rows_out)
+
+    def check(self, label: str) -> None:
+        """Raises ``StoreError`` unless the last read of a set gave what was written."""
+        at = 0
+        for name, nbytes in self._sets[label].sizes.items():
+            same = np.array_equal(self._source.view(at, nbytes), self._target.view(at, nbytes))
+            if not same:
+                raise StoreError(f"tensor '{name}' was not read as it was written; the measurement is void")
+            at += round_up(nbytes, 4096)
+
+    def close(self) -> None:
+        """Removes the store and gives the memory back."""
+        self.store.close()
+        TensorStore.wipe(self._paths)
+        for slot in (self._source, self._target):
+            slot.release()
+        self._arena.close()
+
+    @staticmethod
+    def _named(tensors: TensorSet) -> list[TensorSpec]:
+        return [
+            TensorSpec(f"{tensors.label}/{spec.name}", spec.dtype, spec.shape, spec.tile_elements)
+            for spec in tensors.specs()
+        ]
