@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One cache of compiled code for the whole test run: many tests compile the same tiny model."""
+"""Fixtures that tests of several folders use, and one cache of compiled code for the whole test run: many tests
+compile the same tiny model."""
 
 from __future__ import annotations
 
@@ -7,6 +8,10 @@ import atexit
 import os
 import shutil
 import tempfile
+
+from places import block_devices, place
+
+__all__ = ["block_devices", "place"]
 
 # Before jax is imported, here and in the child processes of the tests.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:

@@ -63,10 +63,8 @@ def bench_store(
             f"fio, {', '.join(file_contenders.KINDS)}"
         )
     members = bench_paths(paths)
-    sets = [
-        one_tensor(options.tensor_bytes, f"one tensor of {format_bytes(options.tensor_bytes)}"),
-        smollm2(),
-    ]
+    large = one_tensor(options.tensor_bytes, f"one tensor of {format_bytes(options.tensor_bytes)}")
+    sets = [large, smollm2(1 if options.tensor_bytes >= 128 * MIB else 64)]
     series: list[Series] = []
     machine = describe_machine(paths)
     with ExitStack() as stack:

@@ -241,7 +241,7 @@ def _open_direct(path: str, flags: int, direct_io: DirectIo) -> tuple[int, bool,
 
 def _open(path: str, flags: int) -> int:
     try:
-        return os.open(path, flags, 0o600)
+        return _open_when_free(path, flags)
     except OSError as error:
         remedies = {
             errno.EBUSY: "it is mounted, or in use by RAID, LVM, swap or another program: release it, or give "
@@ -253,6 +253,18 @@ def _open(path: str, flags: int) -> int:
         }
         remedy = remedies.get(error.errno or 0, "check the path")
         raise StoreIOError.of("open store", path, error, remedy) from error
+
+
+def _open_when_free(path: str, flags: int) -> int:
+    """Opens ``path``. A killed process holds its device until the kernel has finished its I/O: wait for that."""
+    deadline = time.monotonic() + LOCK_TIMEOUT_S
+    while True:
+        try:
+            return os.open(path, flags, 0o600)
+        except OSError as error:
+            if error.errno != errno.EBUSY or filesystem.is_mounted(path) or time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
 
 
 def _check_not_memory(member: Member, direct_io: DirectIo) -> None:

@@ -94,6 +94,17 @@ def discard(fd: int, begin: int, end: int) -> bool:
     return True
 
 
+def is_mounted(path: str) -> bool:
+    """Returns whether the block device at ``path`` is mounted, as far as this process sees mounts."""
+    number = os.stat(path).st_rdev  # noqa: PTH116 - one call, no object
+    mine = f"{os.major(number)}:{os.minor(number)}"
+    try:
+        with open("/proc/self/mountinfo", encoding="utf-8") as mounts:
+            return any(line.split()[2] == mine for line in mounts)
+    except OSError:
+        return False
+
+
 def punch(fd: int, nbytes: int) -> bool:
     """Gives the disk space of bytes ``[0, nbytes)`` of a file back; returns whether the file system can.
 

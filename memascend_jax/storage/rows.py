@@ -23,6 +23,9 @@ from memascend_jax.storage.tile_io import TileIo
 from memascend_jax.storage.tile_table import StoredTensor
 from memascend_jax.units import round_up
 
+#: Shorter rows are copied faster all at once than one by one.
+_LOOP_ROW_BYTES = 512
+
 
 class _Piece(NamedTuple):
     """Rows ``[begin, end)`` in disk order, and the units that hold them."""
@@ -107,8 +110,15 @@ def _scatter(
     begins = starts[piece.begin : piece.end]
     # A row's units are neighbours in the sorted distinct ones, so its bytes are contiguous in the piece.
     position = np.searchsorted(piece.units, begins // unit) * unit + begins % unit
-    windows = np.lib.stride_tricks.sliding_window_view(half, row_bytes)
-    target[order[piece.begin : piece.end]] = windows[position]
+    wanted = order[piece.begin : piece.end]
+    if row_bytes < _LOOP_ROW_BYTES:
+        windows = np.lib.stride_tricks.sliding_window_view(half, row_bytes)
+        target[wanted] = windows[position]
+        return
+    # Indexing would gather all rows into new memory first, which costs more than a loop does.
+    source, into = half.data, target.reshape(-1).data
+    for at, row in zip(position.tolist(), (wanted * row_bytes).tolist(), strict=True):
+        into[row : row + row_bytes] = source[at : at + row_bytes]
 
 
 def _check_out(tensor: StoredTensor, count: int, out: npt.NDArray[Any]) -> None:

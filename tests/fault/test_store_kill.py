@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commit_forever import TENSORS, contents
+from places import BlockDevices
 from stores import backend_arguments
 
 from memascend_jax.storage.tensor_store import TensorSpec, TensorStore
@@ -63,12 +64,13 @@ class Victim:
 
 @pytest.mark.parametrize("backend", ["io_uring", "threads"])
 @pytest.mark.parametrize("kills", [15, pytest.param(150, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("members", [1, 2])
+@pytest.mark.parametrize("kind", ["file", "2 files", "device", "device and file"])
 def test_killed_process_loses_nothing_that_it_committed(
-    tmp_path: Path, backend: str, kills: int, members: int
+    tmp_path: Path, backend: str, kills: int, kind: str, block_devices: BlockDevices
 ) -> None:
     arguments = backend_arguments(backend)
-    paths = [tmp_path / f"m{index}" for index in range(members)]
+    two_files = [tmp_path / "a", tmp_path / "b"]
+    paths = two_files if kind == "2 files" else block_devices.paths(kind, tmp_path)
     specs = [TensorSpec(f"t{index}", "float32", (40_000,), tile_elements=2048) for index in range(TENSORS)]
     with TensorStore.create(paths, specs=specs, **arguments) as store:
         for index in range(TENSORS):

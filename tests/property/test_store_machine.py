@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from places import PLACES, BlockDevices
 from stores import abandon, backend_arguments, read, write
 
 from memascend_jax.storage.options import IoArguments
@@ -35,15 +37,23 @@ def values(elements: int, seed: int) -> np.ndarray:
     return (np.arange(elements, dtype=np.float32) * 7 + seed) % 1009
 
 
+def files(count: str, folder: Path) -> list[Path]:
+    return [folder / f"m{index}" for index in range(int(count))]
+
+
 class StoreMachine(RuleBasedStateMachine):
     """``model`` is what the store must hold now, ``committed`` what it must hold after a reopening."""
 
     io: ClassVar[IoArguments] = {}
+    #: Returns the members of a place, the files among them in a folder.
+    paths_of: ClassVar[Callable[[str, Path], list[Path]]]
+    places: ClassVar[list[str]] = []
 
-    @initialize(weights=st.sampled_from([(1,), (1, 1), (2, 1)]))
-    def create(self, weights: tuple[int, ...]) -> None:
+    @initialize(data=st.data(), weights=st.sampled_from([(1, 1, 1), (2, 1, 3)]))
+    def create(self, data: st.DataObject, weights: tuple[int, ...]) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="store-machine-"))
-        self.paths = [self.folder / f"m{index}" for index in range(len(weights))]
+        self.paths = type(self).paths_of(data.draw(st.sampled_from(self.places)), self.folder)
+        weights = weights[: len(self.paths)]
         self.store = TensorStore.create(
             self.paths,
             capacity="3MiB",
@@ -146,8 +156,15 @@ class StoreMachine(RuleBasedStateMachine):
             np.testing.assert_array_equal(self.store.get(name), expected)
 
 
+@pytest.mark.parametrize("kind", ["files", "block devices"])
 @pytest.mark.parametrize("backend", ["io_uring", "threads"])
-def test_store_behaves_like_a_dictionary(backend: str) -> None:
-    machine = type("Machine", (StoreMachine,), {"io": backend_arguments(backend)})
+def test_store_behaves_like_a_dictionary(backend: str, kind: str, block_devices: BlockDevices) -> None:
+    if kind == "files":
+        places, paths_of = ["1", "2", "3"], files
+    else:
+        block_devices.blank("device")
+        places, paths_of = [name for name in PLACES if name != "file"], block_devices.paths
+    members = {"io": backend_arguments(backend), "places": places, "paths_of": staticmethod(paths_of)}
+    machine = type("Machine", (StoreMachine,), members)
     machine.TestCase.settings = SETTINGS
     machine.TestCase().runTest()

@@ -66,9 +66,9 @@ def test_rows_in_any_order_and_number(
             np.testing.assert_array_equal(out, values[rows])
 
 
-def test_each_block_is_read_once_however_many_rows_want_it(tmp_path: Path) -> None:
+def test_each_block_is_read_once_however_many_rows_want_it(place: list[Path]) -> None:
     spec = TensorSpec("e", "bfloat16", (1000, 576), row_access=True)
-    with TensorStore.create(tmp_path, specs=[spec], **ANY_DISK) as store:
+    with TensorStore.create(place, specs=[spec], **ANY_DISK) as store:
         store.write_elements("e", 0, table(1000, 576).reshape(-1))
         for rows, blocks in [([0, 1, 2], 1), ([0, 1, 2, 3], 2), ([7, 7, 7], 1), ([0, 999], 2)]:
             before = store.counters().read_bytes
@@ -80,11 +80,11 @@ def test_each_block_is_read_once_however_many_rows_want_it(tmp_path: Path) -> No
             assert store.counters().read_bytes - before == 4096 * len(first)
 
 
-def test_rows_land_in_a_slot_without_a_copy(tmp_path: Path) -> None:
+def test_rows_land_in_a_slot_without_a_copy(place: list[Path]) -> None:
     values = table(100, 576)
     spec = TensorSpec("e", "bfloat16", values.shape, row_access=True)
     rows = np.array([0, 99, 3, 64])
-    with TensorStore.create(tmp_path, specs=[spec], **ANY_DISK) as store:
+    with TensorStore.create(place, specs=[spec], **ANY_DISK) as store:
         store.write_elements("e", 0, values.reshape(-1))
         memory = aligned_buffer(4 * 8192)
         batch = store.batch()
@@ -97,9 +97,9 @@ def test_rows_land_in_a_slot_without_a_copy(tmp_path: Path) -> None:
             batch.read_rows("e", rows, address_of(memory), 4096)
 
 
-def test_wrong_rows_and_targets_are_refused(tmp_path: Path) -> None:
+def test_wrong_rows_and_targets_are_refused(place: list[Path]) -> None:
     spec = TensorSpec("e", "bfloat16", (10, 576), row_access=True)
-    with TensorStore.create(tmp_path, specs=[spec], bounce_bytes=1 << 17, **ANY_DISK) as store:
+    with TensorStore.create(place, specs=[spec], bounce_bytes=1 << 17, **ANY_DISK) as store:
         out = np.empty((1, 576), BF16)
         for rows, target, message in [
             ([10], out, r"row 10 of tensor 'e': it has rows 0 to 9"),
