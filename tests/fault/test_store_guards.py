@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from places import BlockDevices
+from simulated_disk import SimulatedDisk
 from stores import ANY_DISK, loop_device, mounted, slot
 
 from memascend_jax.errors import StoreError
@@ -278,6 +281,69 @@ def test_tmpfs_is_refused_unless_allowed(tmp_path: Path) -> None:
             assert store.get("w").tolist() == list(range(10))
 
 
+def test_file_system_without_direct_io_is_refused_unless_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As NFS, FUSE and some overlays answer: the file is made, then the open fails."""
+    really_open = os.open
+
+    def open_without_direct(path: str, flags: int, *rest: int, **more: int) -> int:
+        fd = really_open(path, flags & ~os.O_DIRECT, *rest, **more)
+        if flags & os.O_DIRECT:
+            os.close(fd)
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), path)
+        return fd
+
+    monkeypatch.setattr(os, "open", open_without_direct)
+    with pytest.raises(
+        StoreIOError, match=rf"cannot open '{tmp_path}/.*' with O_DIRECT: .*\[EINVAL\].*direct_io=optional"
+    ):
+        TensorStore.create(tmp_path, capacity="1MiB")
+    assert list(tmp_path.iterdir()) == []
+    with TensorStore.create(tmp_path, capacity="1MiB", direct_io="optional") as store:
+        assert not store.direct
+        assert "cannot do O_DIRECT" in store.notes[0]
+        assert [record.message for record in caplog.records].count(store.notes[0]) == 1
+        store.put("w", np.arange(10))
+        store.commit()
+    before = digest(tmp_path / "memascend.store")
+    with pytest.raises(StoreIOError, match="with O_DIRECT"):
+        TensorStore.open(tmp_path)
+    assert digest(tmp_path / "memascend.store") == before
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP, errno.EIO])
+def test_disk_that_refuses_the_first_write_is_named_and_nothing_stays(tmp_path: Path, code: int) -> None:
+    disk = SimulatedDisk()
+    disk.refuse = lambda kind, path, offset: code if kind == "write" else 0
+    with pytest.raises(StoreIOError, match=rf"store '{tmp_path}/memascend.store'") as caught:
+        TensorStore.create(tmp_path, capacity="1MiB", direct_io="off", make_engine=disk.engine)
+    assert caught.value.errno == code
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_overlay_is_a_file_system_like_any_that_writes_directly(tmp_path: Path) -> None:
+    """Containers: what counts is the real write, not the name of the file system."""
+    layers = [tmp_path / name for name in ("lower", "upper", "work")]
+    for layer in layers:
+        layer.mkdir()
+    options = "lowerdir={},upperdir={},workdir={}".format(*layers)
+    with mounted("overlay", tmp_path / "merged", "-t", "overlay", "-o", options) as folder:
+        try:
+            store = TensorStore.create(folder, capacity="1MiB")
+        except StoreError as error:
+            assert str(folder) in str(error)
+            assert "direct_io=optional" in str(error)
+            assert list(folder.iterdir()) == []
+            return
+        with store:
+            assert store.inspect()["members"][0]["file_system"] == "overlay"
+            store.put("w", np.arange(10))
+            store.commit()
+        with TensorStore.open(folder) as store:
+            assert store.get("w").tolist() == list(range(10))
+
+
 def test_full_disk_is_found_at_create_with_the_numbers(tmp_path: Path) -> None:
     with loop_device(tmp_path / "image", 32 << 20) as device:
         subprocess.run(["mkfs.ext4", "-q", device], check=True)
@@ -344,9 +410,20 @@ FORMATS = {
     "ext4": (["mkfs.ext4", "-q"], "an ext2/3/4 file system"),
     "xfs": (["mkfs.xfs", "-q"], "an XFS file system"),
     "btrfs": (["mkfs.btrfs", "-q"], "a btrfs file system"),
-    "swap": (["mkswap", "-q"], "swap space"),
+    "f2fs": (["mkfs.f2fs", "-q"], "an F2FS file system"),
+    "ntfs": (["mkfs.ntfs", "-Q", "-F"], "an NTFS file system"),
+    "exfat": (["mkfs.exfat"], "an exFAT file system"),
     "vfat": (["mkfs.vfat"], "a FAT"),
+    "swap": (["mkswap", "-q"], "swap space"),
+    "luks": (
+        ["cryptsetup", "luksFormat", "-q", "--pbkdf", "pbkdf2", "--pbkdf-force-iterations", "1000"],
+        "a LUKS container",
+    ),
+    "gpt": (["sgdisk", "-n", "1:0:0"], "a GPT partition table"),
+    "mbr": (["sfdisk", "-q", "--label", "dos"], "an MBR partition table"),
 }
+#: What a tool reads on stdin: a passphrase, a partition.
+INPUTS = {"luks": b"passphrase", "mbr": b"start=2048\n"}
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -355,8 +432,22 @@ def test_device_formatted_by_its_own_tool_is_refused(tmp_path: Path, kind: str) 
     if shutil.which(command[0]) is None:
         pytest.skip(f"{command[0]} is not installed")
     with loop_device(tmp_path / "image", 400 << 20) as device:
-        subprocess.run([*command, device], check=True, capture_output=True)
+        tail = ["-"] if kind == "luks" else []
+        subprocess.run(
+            [*command, device, *tail], check=True, capture_output=True, input=INPUTS.get(kind, b"")
+        )
         refuse_then_erase(device, name)
+
+
+@pytest.mark.parametrize("signature", signatures.SIGNATURES, ids=lambda s: f"{s.name}@{s.offset}")
+def test_device_with_any_known_signature_is_refused(
+    signature: signatures.Signature, block_devices: BlockDevices
+) -> None:
+    device = block_devices.blank("device")
+    with open(device, "r+b") as raw:
+        raw.seek(signature.offset, 2 if signature.offset < 0 else 0)
+        raw.write(signature.magic)
+    refuse_then_erase(device, signature.name)
 
 
 @pytest.mark.parametrize("signature", signatures.SIGNATURES, ids=lambda s: f"{s.name}@{s.offset}")
