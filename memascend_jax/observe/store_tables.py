@@ -47,9 +47,16 @@ def _facts(facts: Mapping[str, Any]) -> Table:
             ("state", "overwritten after the last commit" if facts["dirty"] else "committed"),
             ("durability", facts["durability"]),
             ("used", f"{format_bytes(facts['used_bytes'])} of {format_bytes(facts['capacity_bytes'])}"),
+            ("I/O", "; ".join(_rungs(facts))),
             ("written so far", format_bytes(facts["bytes_written"])),
         ],
     )
+
+
+def _rungs(facts: Mapping[str, Any]) -> list[str]:
+    """Returns the engine in use, and each fallback with its reason."""
+    falls = [f"{f['used']} instead of {f['wanted']} ({f['reason']})" for f in facts["fallbacks"]]
+    return falls or [facts["io_backend"]]
 
 
 def _members(members: Sequence[Mapping[str, Any]]) -> Table:

@@ -7,7 +7,6 @@ and writes), ``commit`` (generations), ``elements`` and ``rows`` (copies), ``ver
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -26,10 +25,12 @@ from memascend_jax.storage.commit import Committer
 from memascend_jax.storage.creation import CreationPlan, Weights
 from memascend_jax.storage.device import PathLike, resolve_paths
 from memascend_jax.storage.inspection import describe
+from memascend_jax.storage.ladder import Fallback, fallbacks, report
 from memascend_jax.storage.options import IoArguments, IoCounters, IoOptions
 from memascend_jax.storage.scratch import Scratch
 from memascend_jax.storage.space import Space
 from memascend_jax.storage.spec import TensorLayout, TensorSpec, layouts_of
+from memascend_jax.storage.statistics import MemberStatistics
 from memascend_jax.storage.store_errors import DirtyStoreError
 from memascend_jax.storage.superblock import Durability
 from memascend_jax.storage.ticket import Ticket
@@ -43,8 +44,10 @@ from memascend_jax.units import round_up
 __all__ = [
     "Batch",
     "DirtyStoreError",
+    "Fallback",
     "Fault",
     "IoCounters",
+    "MemberStatistics",
     "Scratch",
     "StoreError",
     "TensorSpec",
@@ -54,8 +57,6 @@ __all__ = [
     "bytes_needed",
     "wipe",
 ]
-
-_log = logging.getLogger(__name__)
 
 DEFAULT_TILE_BYTES = 4 << 20
 
@@ -89,6 +90,7 @@ class TensorStore:
         self._committer = Committer(volume, self._table, self._io)
         self._io.before_overwrite = self._committer.mark_dirty
         self._bounce = Bounce(options.bounce_bytes, options.arena)
+        self._has_arena = options.arena is not None
         self._scratch: dict[str, Scratch] = {}
         self._session = 0
         if read_only:
@@ -174,7 +176,7 @@ class TensorStore:
             if store is not None:
                 store._bounce.close()
             raise
-        store._log_notes()
+        report(volume.path, store.fallbacks, store.notes)
         return store
 
     @classmethod
@@ -220,7 +222,7 @@ class TensorStore:
             if store is not None:
                 store._bounce.close()
             raise
-        store._log_notes()
+        report(volume.path, store.fallbacks, store.notes)
         return store
 
     @staticmethod
@@ -328,6 +330,11 @@ class TensorStore:
     def notes(self) -> list[str]:
         """What the user should know about the members' file systems."""
         return [note for member in self._volume.members for note in member.notes]
+
+    @property
+    def fallbacks(self) -> list[Fallback]:
+        """Which of the fastest ways of I/O are not in use, and why."""
+        return fallbacks(self._volume, self._has_arena)
 
     def batch(self) -> Batch:
         """Returns an empty batch: reads and writes of page-aligned memory without a copy."""
@@ -470,10 +477,17 @@ class TensorStore:
         counts = self._volume.engine.counters()
         return IoCounters(*(int(counts[name]) for name in IoCounters.__slots__))
 
+    def statistics(self) -> list[MemberStatistics]:
+        """Returns what each member has done in this session: bytes, requests, latencies, queue depth."""
+        self._io.check_open()
+        return self._volume.statistics()
+
     def inspect(self) -> dict[str, Any]:
         """Returns a description of the store, fit for JSON."""
         self._io.check_open()
-        return describe(self._volume, self._table, self._space, self._committer)
+        facts = describe(self._volume, self._table, self._space, self._committer)
+        facts["fallbacks"] = [fallback.to_json() for fallback in self.fallbacks]
+        return facts
 
     def close(self) -> None:
         """Waits for all I/O and closes the store; what was not committed is gone. Does nothing the second time."""
@@ -516,9 +530,3 @@ class TensorStore:
     def _begin_session(self, session: int) -> None:
         self._session = session
         opening.begin_session(self._volume, session)
-
-    def _log_notes(self) -> None:
-        for note in self.notes:
-            _log.warning("%s", note)
-        if self.io_reason:
-            _log.warning("store '%s' uses %s: %s", self._volume.path, self.io_backend, self.io_reason)

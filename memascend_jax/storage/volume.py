@@ -15,6 +15,7 @@ from memascend_jax.storage.checksum import crc32c_bytes
 from memascend_jax.storage.device import Member
 from memascend_jax.storage.engine import Engine, EngineFactory, EngineTicket, address_of, aligned_buffer
 from memascend_jax.storage.layout import SESSION_OFFSET, SUPERBLOCK_OFFSETS, Int64Array, Striping
+from memascend_jax.storage.statistics import MemberStatistics, Traffic, member_statistics
 from memascend_jax.storage.store_errors import StoreIOError
 from memascend_jax.storage.superblock import Superblock, encode_session
 
@@ -31,6 +32,7 @@ class Volume:
         self.geometry = superblock.geometry
         self.striping = Striping(superblock.geometry)
         self.engine: Engine = make_engine([member.fd for member in members])
+        self._traffic = Traffic(len(self.members))
 
     @property
     def path(self) -> str:
@@ -39,18 +41,18 @@ class Volume:
 
     def submit_read(self, extents: Int64Array, keepalive: object = None) -> EngineTicket:
         """Starts reading ``extents`` of (store address, memory address, nbytes)."""
-        return self.engine.submit_read(self.striping.segments(extents), keepalive)
+        return self._submit_read(self.striping.segments(extents), keepalive)
 
     def submit_write(self, extents: Int64Array, keepalive: object = None) -> EngineTicket:
         """Starts writing ``extents`` of (store address, memory address, nbytes)."""
-        return self.engine.submit_write(self.striping.segments(extents), keepalive)
+        return self._submit_write(self.striping.segments(extents), keepalive)
 
     def read_metadata(self, member: int, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
         """Returns ``nbytes`` (whole blocks) of one member."""
         into = aligned_buffer(nbytes)
         segments = np.array([[member, offset, address_of(into), nbytes]], np.int64)
         try:
-            self.engine.submit_read(segments, into).wait()
+            self._submit_read(segments, into).wait()
         except OSError as error:
             raise self.io_error("read the metadata of", error) from error
         return into
@@ -59,7 +61,7 @@ class Volume:
         """Writes ``pieces`` and waits for them; ``flush`` makes them durable."""
         rows = [[member, offset, address_of(data), data.nbytes] for member, offset, data in pieces]
         try:
-            self.engine.submit_write(np.array(rows, np.int64), [data for _, _, data in pieces]).wait()
+            self._submit_write(np.array(rows, np.int64), [data for _, _, data in pieces]).wait()
         except OSError as error:
             raise self.io_error("write the metadata of", error) from error
 
@@ -87,6 +89,12 @@ class Volume:
         except OSError as error:
             raise self.io_error("flush", error) from error
 
+    def statistics(self) -> list[MemberStatistics]:
+        """Returns what each member has done since it was opened."""
+        measure = getattr(self.engine, "statistics", None)
+        measured = None if measure is None else measure()
+        return member_statistics([member.path for member in self.members], self._traffic, measured)
+
     def locate(self, store_address: int) -> tuple[str, int]:
         """Returns (path, offset) of one byte of the store's address space."""
         member, offset = self.striping.locate(store_address)
@@ -105,6 +113,14 @@ class Volume:
         """Returns ``error`` of the engine as one that says what the store was doing."""
         path = self.path_of(error)
         return StoreIOError(f"cannot {action} store '{path}': {error.args[-1]}", error.errno or EIO, path)
+
+    def _submit_read(self, segments: Int64Array, keepalive: object) -> EngineTicket:
+        self._traffic.add("read", segments)
+        return self.engine.submit_read(segments, keepalive)
+
+    def _submit_write(self, segments: Int64Array, keepalive: object) -> EngineTicket:
+        self._traffic.add("write", segments)
+        return self.engine.submit_write(segments, keepalive)
 
     def close(self) -> None:
         """Drains the I/O in flight and closes the members, which releases their locks."""

@@ -303,9 +303,13 @@ def test_file_system_without_direct_io_is_refused_unless_allowed(
     with TensorStore.create(tmp_path, capacity="1MiB", direct_io="optional") as store:
         assert not store.direct
         assert "cannot do O_DIRECT" in store.notes[0]
-        assert [record.message for record in caplog.records].count(store.notes[0]) == 1
+        said = [record.message for record in caplog.records]
+        assert said == [f"store '{tmp_path}/memascend.store' {store.fallbacks[0]}"]
+        assert store.inspect()["fallbacks"][0]["used"] == "the page cache"
         store.put("w", np.arange(10))
         store.commit()
+    TensorStore.open(tmp_path, direct_io="optional").close()
+    assert len(caplog.records) == 1
     before = digest(tmp_path / "memascend.store")
     with pytest.raises(StoreIOError, match="with O_DIRECT"):
         TensorStore.open(tmp_path)
