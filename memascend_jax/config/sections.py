@@ -67,7 +67,7 @@ class DataSection(Section):
         description="Share of data.source that is held out, 0 to 1; unused with data.eval_source.",
     )
     eval_sequences: PositiveCount | None = Field(
-        default=8,
+        default=6,
         description="Most sequences of data.seq_len tokens that an evaluation reads; null: all.",
     )
     seq_len: Annotated[PositiveCount, Field(ge=2)] = Field(
@@ -85,7 +85,7 @@ class TrainSection(Section):
     """How long and in which portions the model is trained."""
 
     steps: PositiveCount | None = Field(
-        default=24, description="Optimizer steps of the run; null when train.epochs says how long."
+        default=14, description="Optimizer steps of the run; null when train.epochs says how long."
     )
     epochs: Positive | None = Field(
         default=None,
@@ -133,7 +133,7 @@ class OptimizerSection(Section):
         default="cosine",
         description="Course of the learning rate after the warm-up; cosine and linear end at 0.",
     )
-    warmup_steps: Count = Field(default=3, description="Steps over which the learning rate rises from 0.")
+    warmup_steps: Count = Field(default=2, description="Steps over which the learning rate rises from 0.")
     b1: Decay = Field(default=0.9, description="Decay of the first moment per step.")
     b2: Decay = Field(default=0.999, description="Decay of the second moment per step.")
     eps: Positive = Field(default=1e-8, description="Added to the root of the second moment.")

@@ -32,7 +32,7 @@ from memascend_jax.training.plan import RunPlan
 from memascend_jax.training.run_state import RunState
 from memascend_jax.training.stop import StopRequest
 
-_SAMPLE_TOKENS = 48
+_SAMPLE_TOKENS = 32
 #: Held-out sequences whose activations are held at once in an evaluation.
 _EVAL_GROUP_TOKENS = 4096
 
