@@ -6,6 +6,7 @@ Everything that can be checked is checked before the first weight is read.
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -165,7 +166,7 @@ def _keep_compiled_code(folder: RunFolder) -> None:
     """Keeps executables in the run's folder, unless the user has a place for them (JAX_COMPILATION_CACHE_DIR)."""
     import jax
 
-    if jax.config.jax_compilation_cache_dir:
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
     cache = {
         "jax_compilation_cache_dir": str(folder.compile_cache),
@@ -178,7 +179,8 @@ def _keep_compiled_code(folder: RunFolder) -> None:
 
 def _commit(job: Run, session: Session, **results: Any) -> None:
     job.state = job.state.with_results(**results)
-    session.placement.commit(job.state.encode())
+    session.placement.begin_commit(job.state.encode())
+    session.placement.finish_commit()
 
 
 def _train(job: Run, session: Session, trainer: Trainer, stop: StopRequest) -> None:

@@ -79,7 +79,8 @@ class Trainer:
     ) -> RunState:
         """Trains until ``total_steps`` and returns the last committed state.
 
-        A metrics line is durable before its step is committed; the time of a commit counts in the next line.
+        A metrics line is durable before its step is committed. A commit runs beside the next step's forward; what
+        that step waits for it counts in its line.
 
         Args:
             on_line: told each line, for progress.
@@ -89,10 +90,12 @@ class Trainer:
             StoppedError: a stop was requested; the last step is committed.
             NonfiniteError: the loss or a gradient of a step is inf or nan; the step before is committed.
         """
+        self.placement.finish_commit()
         self._clock.lap()
         read_before, written_before = self.placement.io_bytes()
         while state.step < total_steps:
             if stop.requested:
+                self.placement.finish_commit()
                 raise StoppedError(f"stopped by {stop.signal_name} after step {state.step} of {total_steps}")
             step = state.step + 1
             result = self._train_step(step, data.of_step(step))
@@ -106,9 +109,10 @@ class Trainer:
             if step == 1:
                 extra["loss_first"] = result.loss
             state = state.after(step, self._metrics.write(line), result.tokens, **extra)
-            self.placement.commit(state.encode())
+            self.placement.begin_commit(state.encode())
             on_line(line)
             state = after_step(state)
+        self.placement.finish_commit()
         return state
 
     def _line(self, result: StepResult, read_bytes: int, written_bytes: int) -> Line:

@@ -66,8 +66,11 @@ class MemoryPlacement:
     def read(self, tensor: str, start: int, n_elements: int) -> NDArray[Any]:
         return self._views[tensor][start : start + n_elements].copy()
 
-    def commit(self, run_state: bytes) -> int:
-        return self.version
+    def begin_commit(self, run_state: bytes) -> None:
+        pass
+
+    def finish_commit(self) -> None:
+        pass
 
     def io_bytes(self) -> tuple[int, int]:
         return 0, 0

@@ -77,8 +77,14 @@ class Placement(Protocol):
     def read(self, tensor: str, start: int, n_elements: int) -> NDArray[Any]:
         """Returns a copy of elements of a tensor or state leaf."""
 
-    def commit(self, run_state: bytes) -> int:
-        """Makes everything written so far the next generation and returns its number."""
+    def begin_commit(self, run_state: bytes) -> None:
+        """Starts making everything written so far the next generation; reads go on meanwhile.
+
+        The next update, write or commit waits for it; a failure is raised there or by ``finish_commit``.
+        """
+
+    def finish_commit(self) -> None:
+        """Waits until the generation that ``begin_commit`` started is on disk."""
 
     def io_bytes(self) -> tuple[int, int]:
         """Returns the bytes read from and written to SSD so far."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -58,6 +59,8 @@ class SsdPlacement:
         self._clock = clock
         self._update_depth = update_depth
         self._spool_elements = spool_elements
+        self._commit_thread = ThreadPoolExecutor(1, thread_name_prefix="memascend-commit")
+        self._committing: Future[int] | None = None
         self._spooling: deque[tuple[Ticket, Lease]] = deque()
         self._gradients: Mapping[str, Scratch] = {
             tensor.name: store.scratch(
@@ -100,6 +103,8 @@ class SsdPlacement:
             self._spooling.append((batch.submit(), lease))
 
     def update(self, skip_gradient: frozenset[str], apply: Callable[[LoadedGroup], None]) -> None:
+        # What the last committed generation does not use may only be overwritten once a newer one is committed.
+        self.finish_commit()
         with self._clock.span("ssd_write_wait"):
             while self._spooling:
                 self._reap_spool()
@@ -150,22 +155,34 @@ class SsdPlacement:
                 _reap(writing)
 
     def write(self, tensor: str, start: int, values: NDArray[Any]) -> None:
+        self.finish_commit()
         self._store.write_elements(tensor, start, values)
 
     def read(self, tensor: str, start: int, n_elements: int) -> NDArray[Any]:
         return self._store.read_elements(tensor, start, n_elements)
 
-    def commit(self, run_state: bytes) -> int:
-        with self._clock.span("commit"):
-            return self._store.commit(run_state)
+    def begin_commit(self, run_state: bytes) -> None:
+        self.finish_commit()
+        # The disk's flush takes long; the next step's forward only reads, so it need not wait for it.
+        self._committing = self._commit_thread.submit(self._store.commit, run_state)
+
+    def finish_commit(self) -> None:
+        committing, self._committing = self._committing, None
+        if committing is not None:
+            with self._clock.span("commit"):
+                committing.result()
 
     def io_bytes(self) -> tuple[int, int]:
         counters = self._store.counters()
         return counters.read_bytes, counters.write_bytes
 
     def close(self) -> None:
-        while self._spooling:
-            self._reap_spool()
+        try:
+            self.finish_commit()
+        finally:
+            self._commit_thread.shutdown()
+            while self._spooling:
+                self._reap_spool()
 
     def _lease_spool_slot(self) -> Lease:
         while self._spooling and self._spooling[0][0].done():

@@ -36,7 +36,8 @@ class StreamedRun:
         losses = []
         for step in range(1, steps + 1):
             losses.append(self.session.train_step(step, self.data.of_step(step)).loss)
-            self.session.placement.commit(b"")
+            self.session.placement.begin_commit(b"")
+        self.session.placement.finish_commit()
         return losses
 
     def tensor(self, name: str) -> np.ndarray:
