@@ -15,7 +15,7 @@ from memascend_jax.checkpoints.export import export_huggingface
 from memascend_jax.config import Config, to_dict
 from memascend_jax.data.batches import BatchOrder, steps_of_epochs
 from memascend_jax.data.dataset import Dataset
-from memascend_jax.errors import MemascendError, RunError, StoppedError
+from memascend_jax.errors import MemascendError, StoppedError
 from memascend_jax.memory.allocator import limit_heap_growth, trim_heap
 from memascend_jax.memory.meter import Meter
 from memascend_jax.observe.metrics import MetricsFile, read_lines
@@ -23,9 +23,9 @@ from memascend_jax.observe.screen import Screen
 from memascend_jax.recipes.inputs import ModelSource, open_data, open_model
 from memascend_jax.recipes.planning import plan_config
 from memascend_jax.recipes.run_folder import RunFolder
-from memascend_jax.recipes.run_store import Found, find_run, open_store
+from memascend_jax.recipes.run_store import find_run, open_store
 from memascend_jax.recipes.run_summary import summarise
-from memascend_jax.recipes.session import Session, build_arena, open_session
+from memascend_jax.recipes.session import Session, open_arena, open_session
 from memascend_jax.training.generate import generate_greedy
 from memascend_jax.training.initialise import initialise_state
 from memascend_jax.training.loop import StepData, Trainer, evaluate
@@ -75,8 +75,10 @@ def run(config: Config) -> int:
         except StoppedError as error:
             job.folder.write_status("stopped", job.state.step, job.total_steps, str(error))
             raise StoppedError(f"{error}; {_how_to_go_on(job)}") from None
-        except (MemascendError, OSError) as error:
-            job.folder.write_status("failed", job.state.step, job.total_steps, str(error))
+        except (MemascendError, OSError, KeyboardInterrupt) as error:
+            job.folder.write_status(
+                "failed", job.state.step, job.total_steps, str(error) or "interrupted twice"
+            )
             raise
         job.folder.write_status("done", job.state.step, job.total_steps)
     return 0
@@ -99,7 +101,9 @@ def _load(config: Config, stack: ExitStack) -> Run:
     n_examples = len(data.train) + (len(data.held_out) if data.held_out else 0)
     plan = plan_config(config, model.config, n_examples=n_examples, tile_elements=tile_elements)
     folder = RunFolder(config)
-    _check_export_is_free(config, folder, found)
+    if found is None:
+        folder.check_is_free()
+    folder.prepare(config)
     folder.write_plan(plan.to_json())
     state = found.state if found else RunState(0, to_dict(config), plan.depths.tile_elements)
     total_steps = _total_steps(config, data)
@@ -108,16 +112,6 @@ def _load(config: Config, stack: ExitStack) -> Run:
     if found:
         screen.say(f"going on from step {state.step} of {total_steps} (generation {found.generation})")
     return Run(config, folder, screen, model, data, plan, total_steps, state, found is not None)
-
-
-def _check_export_is_free(config: Config, folder: RunFolder, found: Found | None) -> None:
-    """Refuses before the run what would fail after it."""
-    finished = found is not None and found.state.results.get("finished")
-    if config.run.export and folder.export.exists() and not finished:
-        raise RunError(
-            f"run.export=true, but '{folder.export}' exists already and is never overwritten; move it away, or choose "
-            "another run.dir"
-        )
 
 
 def _total_steps(config: Config, data: Dataset) -> int:
@@ -134,8 +128,7 @@ def _set_up(job: Run, stack: ExitStack) -> tuple[Session, Trainer]:
     """Builds the parts, writes the first generation of a new run, and compiles."""
     _keep_compiled_code(job.folder)
     job.folder.write_status("starting", job.state.step, job.total_steps)
-    arena = build_arena(job.plan)
-    stack.callback(arena.close)
+    arena = stack.enter_context(open_arena(job.plan))
     store = None
     if job.plan.placement == "ssd":
         store = stack.enter_context(open_store(job.config, job.plan, arena, resumed=job.resumed))
@@ -214,6 +207,8 @@ def _after_step(job: Run, session: Session, state: RunState) -> RunState:
         loss = _held_out_loss(job, session)
         job.screen.say(f"step {state.step}: held-out loss {loss:.4f}")
         session.clock.lap()
+        losses = [*state.results.get("eval_losses", []), [state.step, loss]]
+        job.state = state = state.with_results(eval_losses=losses)
     return state
 
 
@@ -245,7 +240,8 @@ def _answers(job: Run, session: Session) -> list[str]:
 
 def _save(job: Run, session: Session) -> None:
     """Exports the model and writes the summary."""
-    if job.config.run.export:
+    # A folder that is there was finished by this run before it was interrupted: it is renamed into place whole.
+    if job.config.run.export and not job.folder.export.exists():
         _export(job, session)
     summary = summarise(job.state, job.plan, read_lines(job.folder.metrics))
     job.folder.write_summary(summary)

@@ -18,6 +18,30 @@ class RunFolder:
 
     def __init__(self, config: Config) -> None:
         self.path = Path(config.run.dir).expanduser()
+
+    def check_is_free(self) -> None:
+        """Returns when a new run may write here.
+
+        Raises:
+            RunError: the folder has files that the run would overwrite.
+        """
+        present = [name for name in ("metrics.jsonl", "summary.json") if self._has(name)]
+        if self._has("config.yaml") and not self._has("status.json"):
+            present.append("config.yaml")
+        if self.export.exists():
+            present.append("export")
+        if present:
+            raise RunError(
+                f"cannot start a new run in run.dir={str(self.path)!r}: it holds {', '.join(present)} of something "
+                "else, which would be overwritten; choose another run.dir, or move them away"
+            )
+
+    def prepare(self, config: Config) -> None:
+        """Makes the folder and writes ``config.yaml``.
+
+        Raises:
+            RunError: the folder cannot be written.
+        """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._write("config.yaml", to_yaml(config))
@@ -57,6 +81,10 @@ class RunFolder:
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         self._write_json("summary.json", summary)
+
+    def _has(self, name: str) -> bool:
+        path = self.path / name
+        return path.exists() and path.stat().st_size > 0
 
     def _write_json(self, name: str, values: dict[str, Any]) -> None:
         self._write(name, json.dumps(values, indent=2) + "\n")

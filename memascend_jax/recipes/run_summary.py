@@ -45,6 +45,7 @@ def summarise(state: RunState, plan: RunPlan, lines: Sequence[dict[str, Any]]) -
         "skipped_steps": last["skipped_steps"],
         "eval_loss_before": results.get("eval_loss_before"),
         "eval_loss_after": results.get("eval_loss_after"),
+        "eval_losses": results.get("eval_losses", []),
         "loss_first": lines[0]["loss"],
         "loss_last": last["loss"],
         "step_seconds_median": split["step_seconds"],

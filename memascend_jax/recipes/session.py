@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from memascend_jax.config import Config
@@ -24,7 +24,7 @@ from memascend_jax.training.ssd_placement import SsdPlacement
 from memascend_jax.training.stage_functions import StageFunctions
 from memascend_jax.training.step import TrainStep
 from memascend_jax.training.update import Updater, decayed_tensors
-from memascend_jax.transfer import make_transfer
+from memascend_jax.transfer import Transfer, make_transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,13 @@ class Session:
     arena: PinnedArena
 
 
-def build_arena(plan: RunPlan) -> PinnedArena:
-    """Returns the arena of exactly the planned bytes."""
-    return PinnedArena(plan.arena_bytes)
+@contextmanager
+def open_arena(plan: RunPlan) -> Iterator[PinnedArena]:
+    """Yields the arena of exactly the planned bytes; closed at the end unless the run failed."""
+    arena = PinnedArena(plan.arena_bytes)
+    # After a failure slots may be leased or read still; the process ends with them, and the failure is what counts.
+    yield arena
+    arena.close()
 
 
 @contextmanager
@@ -50,30 +54,37 @@ def open_session(
     """Builds placement, compiled model and optimizer on an arena and a store that the caller owns."""
     import jax
 
-    with ExitStack() as stack:
-        clock = StepClock()
-        pool = SlotPool(arena, plan.size_classes)
-        stack.callback(pool.close)
-        transfer = make_transfer(jax.local_devices()[0])
-        placement: Placement
-        if store is None:
-            placement = MemoryPlacement(plan.layout, pool, transfer, clock)
-        else:
-            placement = SsdPlacement(
-                plan.layout,
-                store,
-                pool,
-                transfer,
-                clock,
-                update_depth=plan.depths.update_depth,
-                spool_elements=spool_slot_bytes(plan.layout, plan.depths)
-                // itemsize(plan.layout.format.grad_dtype),
-            )
-        stack.callback(placement.close)
-        model = _build_model(plan, placement, clock)
+    clock = StepClock()
+    pool = SlotPool(arena, plan.size_classes)
+    transfer = make_transfer(jax.local_devices()[0])
+    placement = _build_placement(plan, store, pool, transfer, clock)
+    model = _build_model(plan, placement, clock)
+    try:
         yield Session(
             placement, model, _build_step(config, plan, model, placement, total_steps), clock, arena
         )
+    except BaseException:
+        with suppress(Exception):
+            placement.close()
+        raise
+    placement.close()
+    pool.close()
+
+
+def _build_placement(
+    plan: RunPlan, store: TensorStore | None, pool: SlotPool, transfer: Transfer, clock: StepClock
+) -> Placement:
+    if store is None:
+        return MemoryPlacement(plan.layout, pool, transfer, clock)
+    return SsdPlacement(
+        plan.layout,
+        store,
+        pool,
+        transfer,
+        clock,
+        update_depth=plan.depths.update_depth,
+        spool_elements=spool_slot_bytes(plan.layout, plan.depths) // itemsize(plan.layout.format.grad_dtype),
+    )
 
 
 def _build_model(plan: RunPlan, placement: Placement, clock: StepClock) -> StreamedModel:

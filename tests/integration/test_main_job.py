@@ -119,6 +119,17 @@ def test_a_finished_run_is_not_run_again(finished):
     assert (folder / "metrics.jsonl").read_bytes() == before
 
 
+def test_a_new_run_overwrites_nothing_in_its_folder(tmp_path):
+    (tmp_path / "run").mkdir()
+    mine = tmp_path / "run" / "metrics.jsonl"
+    mine.write_text("mine\n")
+    refused = run(tmp_path / "run")
+    assert refused.returncode == 1
+    assert "metrics.jsonl" in refused.stderr
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["metrics.jsonl"]
+    assert mine.read_text() == "mine\n"
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stopped_run_goes_on_as_if_nothing_had_happened(finished, tmp_path, number):
     folder = tmp_path / "run"

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from memascend_jax.data.batches import BatchOrder
 from memascend_jax.recipes.inputs import open_data, open_model
 from memascend_jax.recipes.planning import plan_config
 from memascend_jax.recipes.run_store import open_store
-from memascend_jax.recipes.session import Session, build_arena, open_session
+from memascend_jax.recipes.session import Session, open_arena, open_session
 from memascend_jax.training.initialise import initialise_state
 from memascend_jax.training.loop import StepData
 from memascend_jax.training.plan import RunPlan
@@ -56,9 +56,11 @@ def streamed_run(folder: Path, *overrides: str, total_steps: int = 20, choices=N
     model = open_model(config)
     data = open_data(config, model)
     plan = plan_config(config, model.config, n_examples=len(data.train))
-    arena = build_arena(plan)
-    store = open_store(config, plan, arena, resumed=False) if plan.placement == "ssd" else None
-    try:
+    with ExitStack() as stack:
+        arena = stack.enter_context(open_arena(plan))
+        store = None
+        if plan.placement == "ssd":
+            store = stack.enter_context(open_store(config, plan, arena, resumed=False))
         with open_session(config, plan, arena, store, total_steps) as session:
             initialise_state(plan.layout, session.placement, model.pieces)
             train = config.train
@@ -69,7 +71,3 @@ def streamed_run(folder: Path, *overrides: str, total_steps: int = 20, choices=N
                 train.micro_batch_size,
             )
             yield StreamedRun(config, plan, session, step_data)
-    finally:
-        if store is not None:
-            store.close()
-        arena.close()
