@@ -142,8 +142,10 @@ class Batch:
         """Adds a write of a scratch extent; see ``Scratch.write``."""
         self._requests.scratch_writes.append((scratch, address, nbytes, offset))
 
-    def submit(self, keepalive: object = None) -> Ticket:
+    def submit(self, keepalive: object = None, urgent: bool = False) -> Ticket:
         """Starts everything collected and returns its ticket; ``keepalive`` is held until the I/O is complete.
+
+        Reads that are ``urgent``, because a computation waits for them, go before all that is queued and is not.
 
         Does not wait for this I/O, but for older I/O on the same tiles, and for room in the queue.
 
@@ -152,7 +154,7 @@ class Batch:
                 written again, or the store is closed or read-only. Nothing is submitted then.
         """
         requests, self._requests = self._requests, Requests()
-        return self._io.submit(requests, keepalive)
+        return self._io.submit(requests, keepalive, urgent=urgent)
 
 
 def checked_span(tensor: StoredTensor, start: int, count: int | None) -> Span:

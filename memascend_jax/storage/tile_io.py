@@ -9,6 +9,7 @@ cannot be read or committed until they are written again.
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
 from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
@@ -59,11 +60,13 @@ class TileIo:
         self._earlier_reads: dict[int, set[int]] = {}
         self._prune_at = _PRUNE_EVERY
 
-    def submit(self, requests: Requests, keepalive: object = None, check: bool = False) -> Ticket:
+    def submit(
+        self, requests: Requests, keepalive: object = None, check: bool = False, urgent: bool = False
+    ) -> Ticket:
         """Starts ``requests``; see ``Batch.submit``. ``check``: compare checksums in ``wait``."""
         if not requests.writes and not requests.scratch_writes:
             with self.lock:
-                return self._submit(requests, [], [], keepalive, check or self._check_reads)
+                return self._submit(requests, [], [], keepalive, check or self._check_reads, urgent)
         with self.write_lock:
             self.check_writable()
             self._check_writes(requests)
@@ -72,7 +75,7 @@ class TileIo:
             pieces = _pieces(requests.writes)
             first = self._checksums_of(pieces[0]) if pieces else []
             with self.lock:
-                return self._submit(requests, pieces, first, keepalive, check or self._check_reads)
+                return self._submit(requests, pieces, first, keepalive, check or self._check_reads, urgent)
 
     def settle(self, ticket: Ticket) -> None:
         """Waits for ``ticket`` and books its outcome; does not raise."""
@@ -156,6 +159,7 @@ class TileIo:
         first_checksums: list[Checksums],
         keepalive: object,
         check: bool,
+        urgent: bool,
     ) -> Ticket:
         self.check_open()
         serial = self._serial + 1
@@ -211,7 +215,8 @@ class TileIo:
             self._earlier_reads[serial] = earlier_reads
         self._serial = serial
         self._book(requests, serial, places)
-        self._start(ticket, reads, self.volume.submit_read, keepalive)
+        read = functools.partial(self.volume.submit_read, urgent=urgent)
+        self._start(ticket, reads, read, keepalive)
         self._start(ticket, scratch_writes, self.volume.submit_write, keepalive)
         begin = 0
         for index, piece in enumerate(pieces):

@@ -39,9 +39,11 @@ class Volume:
         """The path that messages about the store as a whole name."""
         return self.members[0].path
 
-    def submit_read(self, extents: Int64Array, keepalive: object = None) -> EngineTicket:
-        """Starts reading ``extents`` of (store address, memory address, nbytes)."""
-        return self._submit_read(self.striping.segments(extents), keepalive)
+    def submit_read(
+        self, extents: Int64Array, keepalive: object = None, urgent: bool = False
+    ) -> EngineTicket:
+        """Starts reading ``extents`` of (store address, memory address, nbytes), before others when ``urgent``."""
+        return self._submit_read(self.striping.segments(extents), keepalive, urgent)
 
     def submit_write(self, extents: Int64Array, keepalive: object = None) -> EngineTicket:
         """Starts writing ``extents`` of (store address, memory address, nbytes)."""
@@ -114,8 +116,10 @@ class Volume:
         path = self.path_of(error)
         return StoreIOError(f"cannot {action} store '{path}': {error.args[-1]}", error.errno or EIO, path)
 
-    def _submit_read(self, segments: Int64Array, keepalive: object) -> EngineTicket:
+    def _submit_read(self, segments: Int64Array, keepalive: object, urgent: bool = False) -> EngineTicket:
         self._traffic.add("read", segments)
+        if urgent:
+            return self.engine.submit_read(segments, keepalive, urgent=True)
         return self.engine.submit_read(segments, keepalive)
 
     def _submit_write(self, segments: Int64Array, keepalive: object) -> EngineTicket:

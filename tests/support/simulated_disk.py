@@ -144,13 +144,15 @@ class SimulatedEngine:
 
     def __init__(self, disk: SimulatedDisk, fds: Sequence[int]) -> None:
         self._disk = disk
+        self.urgent_reads = 0
         self._fds = [os.dup(fd) for fd in fds]
         self._paths = [str(Path(f"/proc/self/fd/{fd}").readlink()) for fd in fds]
         self._counts = dict.fromkeys(("read_bytes", "write_bytes", "read_requests", "write_requests"), 0)
         for path in self._paths:
             disk.attach(path)
 
-    def submit_read(self, segments: np.ndarray, keepalive: object = None) -> DoneTicket:
+    def submit_read(self, segments: np.ndarray, keepalive: object = None, urgent: bool = False) -> DoneTicket:
+        self.urgent_reads += urgent
         for member, offset, address, nbytes in segments.tolist():
             error = self._refused("read", member, offset, nbytes)
             if error is not None:

@@ -23,7 +23,8 @@ class LazyEngine(SimulatedEngine):
         super().__init__(disk, fds)
         self.lazy = False
 
-    def submit_read(self, segments: np.ndarray, keepalive: object = None) -> DoneTicket:
+    def submit_read(self, segments: np.ndarray, keepalive: object = None, urgent: bool = False) -> DoneTicket:
+        self.urgent_reads += urgent
         run = super().submit_read
         return LazyTicket(lambda: run(segments)) if self.lazy else run(segments)
 
@@ -141,6 +142,15 @@ def test_large_batch_is_written_in_pieces_with_the_right_checksums(
     assert ticket.nbytes == 16384
     assert bench.store.get("w")[::1024].tolist() == [0, 1, 2, 3]
     assert bench.store.verify().ok
+
+
+def test_urgency_reaches_the_engine_with_the_reads_it_is_for(bench: Bench) -> None:
+    target = aligned_buffer(16384)
+    for urgent in (False, True):
+        batch = bench.store.batch()
+        batch.read("w", address_of(target))
+        batch.submit(target, urgent=urgent).wait()
+    assert bench.engines[0].urgent_reads == 1
 
 
 def test_last_of_two_writes_stays(bench: Bench) -> None:
