@@ -94,21 +94,22 @@ class PyEngine {
   PyEngine(const PyEngine&) = delete;
   PyEngine& operator=(const PyEngine&) = delete;
 
-  PyTicket submit(Direction direction, const Rows& rows, py::object keepalive) {
+  PyTicket submit(Direction direction, const Rows& rows, py::object keepalive,
+                  Priority priority = Priority::kNormal) {
     const std::vector<Segment> segments = segments_of(rows);
     std::shared_ptr<Ticket> ticket;
     {
       const py::gil_scoped_release without_gil;
-      ticket = engine_->submit(direction, segments);
+      ticket = engine_->submit(direction, segments, priority);
     }
     keepalives_->add(ticket, std::move(keepalive));
     return {std::move(ticket), keepalives_};
   }
 
-  void close() {
+  void close(bool cancel) {
     {
       const py::gil_scoped_release without_gil;
-      engine_->close();
+      engine_->close(cancel);
     }
     keepalives_->sweep();
   }
@@ -149,6 +150,41 @@ py::dict counters_of(const PyEngine& self) {
   return values;
 }
 
+py::list list_of(const LatencyHistogram& histogram) {
+  py::list values;
+  for (const std::uint64_t count : histogram) values.append(count);
+  return values;
+}
+
+py::list statistics_of(const PyEngine& self) {
+  py::list all;
+  for (std::size_t index = 0; index < self.engine().members(); ++index) {
+    const Lane& lane = self.engine().member(index);
+    const MemberStatistics counts = lane.statistics();
+    py::dict values;
+    values["path"] = lane.path();
+    values["read_bytes"] = counts.read.bytes;
+    values["write_bytes"] = counts.write.bytes;
+    values["read_requests"] = counts.read.requests;
+    values["write_requests"] = counts.write.requests;
+    values["read_latency"] = list_of(counts.read.latency);
+    values["write_latency"] = list_of(counts.write.latency);
+    values["queue_depth"] = counts.queue_depth;
+    values["queue_depth_max"] = counts.queue_depth_max;
+    values["urgent_requests"] = counts.urgent_requests;
+    values["short_transfers"] = counts.short_transfers;
+    values["retries"] = counts.retries;
+    values["failures"] = counts.failures;
+    values["cancelled_bytes"] = counts.cancelled_bytes;
+    values["busy_seconds"] = counts.busy_seconds;
+    values["request_bytes"] = lane.request_bytes();
+    values["device_command_bytes"] = lane.limits().command_bytes;
+    values["device_segments"] = lane.limits().segments;
+    all.append(values);
+  }
+  return all;
+}
+
 }  // namespace
 
 void bind_io(py::module_& module) {
@@ -171,10 +207,12 @@ void bind_io(py::module_& module) {
            py::arg("regions") = std::vector<std::pair<std::uintptr_t, std::uint64_t>>{})
       .def(
           "submit_read",
-          [](PyEngine& self, const Rows& segments, py::object keepalive) {
-            return self.submit(Direction::kRead, segments, std::move(keepalive));
+          [](PyEngine& self, const Rows& segments, py::object keepalive, bool urgent) {
+            return self.submit(Direction::kRead, segments, std::move(keepalive),
+                               urgent ? Priority::kUrgent : Priority::kNormal);
           },
-          py::arg("segments"), py::arg("keepalive") = py::none(), docs::kSubmitDoc)
+          py::arg("segments"), py::arg("keepalive") = py::none(), py::arg("urgent") = false,
+          docs::kSubmitReadDoc)
       .def(
           "submit_write",
           [](PyEngine& self, const Rows& segments, py::object keepalive) {
@@ -189,7 +227,8 @@ void bind_io(py::module_& module) {
           },
           docs::kFlushDoc)
       .def("counters", &counters_of)
-      .def("close", &PyEngine::close, "Drains what is in flight and closes; raises as flush does.")
+      .def("statistics", &statistics_of, docs::kStatisticsDoc)
+      .def("close", &PyEngine::close, py::arg("cancel") = false, docs::kEngineCloseDoc)
       .def_property_readonly("backend",
                              [](const PyEngine& self) { return self.engine().backend(); })
       .def_property_readonly("backend_reason",
@@ -197,6 +236,9 @@ void bind_io(py::module_& module) {
       .def_property_readonly(
           "uses_registered_buffers",
           [](const PyEngine& self) { return self.engine().uses_registered_buffers(); })
+      .def_property_readonly(
+          "uses_registered_files",
+          [](const PyEngine& self) { return self.engine().uses_registered_files(); })
       .def_property_readonly("registration_reason", [](const PyEngine& self) {
         return self.engine().registration_reason();
       });

@@ -84,14 +84,16 @@ Raises:
 inline constexpr const char* kEngineDoc =
     R"(Reads and writes batches of segments over the members of a store, asynchronously.
 
-Batches are split into requests of at most request_bytes, of which queue_depth are in flight per
-member. Short transfers are resumed at the next block, interruptions retried.
+Batches are split into requests of at most request_bytes that fit the device, of which queue_depth
+are in flight per member. Short transfers are resumed at the next block, interruptions retried. Each
+member has a thread and a ring of its own.
 
 Args:
     fds: descriptors of the members; duplicated, so the caller may close its own.
-    backend: "io_uring", "threads" (pread and pwrite on `threads` threads), or "auto": io_uring where
+    backend: "io_uring", "threads" (pread and pwrite on `threads` threads
+        per member), or "auto": io_uring where
         the kernel offers it, else threads, with the reason in backend_reason.
-    queue_depth: requests in flight per member, 1 to 1024.
+    queue_depth: requests in flight per member, 1 to 1024; a quarter more (at least one) of urgent reads.
     request_bytes: largest request, a multiple of 4,096.
     regions: (address, nbytes) of memory to register with io_uring, each at most 1 GiB; what the
         kernel refuses to register is used unregistered, with the reason in registration_reason.
@@ -112,6 +114,38 @@ Args:
 
 Order is not defined, within a batch and between batches. Waits only for room when thousands of
 segments are queued.
+)";
+
+inline constexpr const char* kSubmitReadDoc =
+    R"(Starts a batch of reads and returns its ticket, without waiting for I/O.
+
+Args:
+    segments: int64 of shape [n, 4]; each row is member, offset in it, address, nbytes.
+    keepalive: kept until the batch has ended, also when the ticket is dropped.
+    urgent: a computation waits for this batch: it goes before everything queued that is not urgent.
+
+Order is not defined, within a batch and between batches. Waits only for room when thousands of
+segments are queued.
+)";
+
+inline constexpr const char* kStatisticsDoc =
+    R"(Returns what each member has done since the engine was made, one dict per member.
+
+read_latency, write_latency: how many requests took less than 2**k microseconds and not less than half
+of that, for k = 0, 1, ...; the last counts all longer ones too.
+queue_depth: requests in flight, on average over the time (busy_seconds) when any was; queue_depth_max.
+request_bytes: the largest request here; device_command_bytes and device_segments: what the device
+takes in one command (max_sectors_kb, max_segments), 0 when not known.
+cancelled_bytes: of what close(cancel=True) dropped.
+
+Threading: may be called at any time; numbers of one dict may be a moment apart.
+)";
+
+inline constexpr const char* kEngineCloseDoc =
+    R"(Drains what is queued and in flight, and closes; raises as flush does.
+
+Args:
+    cancel: what is queued and has not begun fails with ECANCELED instead; its tickets raise it.
 )";
 
 inline constexpr const char* kFlushDoc =

@@ -95,6 +95,8 @@ std::string io_remedy(int error_number) {
       return "make the path writable for this user";
     case EBADF:
       return "the descriptor is closed or not open for this direction";
+    case ECANCELED:
+      return "the engine was closed before the request began";
     case ENOMEM:
       return "the kernel had no memory for the request; lower the queue depth";
     default:

@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <limits>
 #include <stdexcept>
+#include <thread>
 #include <utility>
 
 namespace memascend {
@@ -45,63 +46,57 @@ std::vector<int> duplicated(const std::vector<int>& fds) {
   return own;
 }
 
-std::unique_ptr<IoBackend> choose_backend(const std::string& name, const BackendOptions& options,
-                                          std::string* reason) {
-  if (name == "threads") return thread_backend(options);
-  if (name != "auto" && name != "io_uring")
+std::vector<BackendOptions> per_member(const IoOptions& options, const std::vector<int>& fds) {
+  std::vector<BackendOptions> all;
+  for (const int fd : fds) {
+    BackendOptions one;
+    one.fd = fd;
+    one.queue_depth = options.queue_depth + Lane::urgent_reserve(options.queue_depth);
+    one.threads = options.threads;
+    one.regions = options.regions;
+    all.push_back(one);
+  }
+  return all;
+}
+
+using Backends = std::vector<std::unique_ptr<IoBackend>>;
+
+// A ring for each member, or none at all with the reason.
+Backends uring_backends(std::vector<BackendOptions> members, std::string* reason,
+                        int* error_number) {
+  Backends rings;
+  for (BackendOptions& member : members) {
+    if (!rings.empty()) member.registered = rings.front().get();
+    auto ring = try_uring_backend(member, reason, error_number);
+    if (ring == nullptr) return {};
+    rings.push_back(std::move(ring));
+  }
+  return rings;
+}
+
+Backends choose_backends(const std::string& name, const std::vector<BackendOptions>& members,
+                         std::string* reason) {
+  if (name != "auto" && name != "io_uring" && name != "threads")
     throw std::invalid_argument("unknown I/O backend '" + name +
                                 "'; known are auto, io_uring, threads");
-  int error_number = 0;
-  auto ring = try_uring_backend(options, reason, &error_number);
-  if (ring != nullptr) return ring;
-  if (name == "io_uring") throw SystemError(error_number, "cannot use io_uring: " + *reason);
-  return thread_backend(options);
-}
-
-}  // namespace
-
-IoEngine::IoEngine(const IoOptions& options) : IoEngine(options, nullptr) {}
-
-IoEngine::IoEngine(const IoOptions& options, std::unique_ptr<IoBackend> backend)
-    : request_bytes_(options.request_bytes), depth_per_member_(options.queue_depth) {
-  check_options(options);
-  BackendOptions for_backend;
-  for_backend.fds = duplicated(options.fds);
-  for_backend.queue_depth =
-      std::min(kMaxDepth, options.queue_depth * static_cast<std::uint32_t>(options.fds.size()));
-  for_backend.threads = options.threads;
-  for_backend.regions = options.regions;
-  for (const int fd : for_backend.fds) {
-    members_.emplace_back();
-    members_.back().fd = fd;
-    members_.back().path = path_of_descriptor(fd);
+  if (name != "threads") {
+    int error_number = 0;
+    Backends rings = uring_backends(members, reason, &error_number);
+    if (!rings.empty()) return rings;
+    if (name == "io_uring") throw SystemError(error_number, "cannot use io_uring: " + *reason);
   }
-  try {
-    backend_ = backend != nullptr ? std::move(backend)
-                                  : choose_backend(options.backend, for_backend, &backend_reason_);
-    backend_name_ = backend_->name();
-    flights_.resize(for_backend.queue_depth);
-    to_start_.reserve(for_backend.queue_depth);
-    for (std::uint32_t tag = for_backend.queue_depth; tag-- > 0;) free_tags_.push_back(tag);
-    thread_ = std::thread([this] { run(); });
-  } catch (...) {
-    for (const int fd : for_backend.fds) ::close(fd);
-    throw;
-  }
+  Backends pools;
+  for (const BackendOptions& member : members) pools.push_back(thread_backend(member));
+  return pools;
 }
 
-IoEngine::~IoEngine() {
-  stop();
-}
-
-std::shared_ptr<Ticket> IoEngine::submit(Direction direction,
-                                         const std::vector<Segment>& segments) {
+std::uint64_t checked_total(const std::vector<Segment>& segments, std::size_t members) {
   std::uint64_t total = 0;
   constexpr auto kLimit = static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max());
   for (const Segment& segment : segments) {
-    if (segment.member >= members_.size())
+    if (segment.member >= members)
       throw std::invalid_argument("segment names member " + std::to_string(segment.member) +
-                                  " of " + std::to_string(members_.size()));
+                                  " of " + std::to_string(members));
     if (segment.offset > kLimit || segment.nbytes > kLimit - segment.offset ||
         segment.nbytes > kLimit - total)
       throw std::invalid_argument("segment at offset " + grouped(segment.offset) + " of " +
@@ -110,53 +105,73 @@ std::shared_ptr<Ticket> IoEngine::submit(Direction direction,
       throw std::invalid_argument("segment has no memory (address 0)");
     total += segment.nbytes;
   }
-  auto ticket = std::make_shared<Ticket>(total, log_);
-  bool wake = false;
-  {
-    std::unique_lock lock(mutex_);
-    if (stopping_) throw std::logic_error("the I/O engine is closed");
-    // A batch that has begun is queued to its end, also when `close` comes in between: the engine
-    // does not stop before.
-    ++submitting_;
-    for (const Segment& segment : segments) {
-      if (segment.nbytes == 0) continue;
-      auto& queue = members_[segment.member].queue;
-      // Neighbours in the file and in memory become one, so that the split is at request_bytes and
-      // not at every tile.
-      if (!queue.empty()) {
-        Transfer& last = queue.back();
-        if (last.ticket == ticket && last.offset + last.nbytes == segment.offset &&
-            last.address + last.nbytes == segment.address) {
-          last.nbytes += segment.nbytes;
-          continue;
-        }
-      }
-      if (queued_ >= kMaxQueued) {
-        if (std::exchange(asleep_, false)) backend_->wake();
-        room_.wait(lock, [&] { return queued_ < kMaxQueued; });
-      }
-      queue.push_back({ticket, direction, segment.offset, segment.address, segment.nbytes});
-      ++queued_;
+  return total;
+}
+
+}  // namespace
+
+IoEngine::IoEngine(const IoOptions& options) : IoEngine(options, {}) {}
+
+IoEngine::IoEngine(const IoOptions& options, std::vector<std::unique_ptr<IoBackend>> backends) {
+  check_options(options);
+  fds_ = duplicated(options.fds);
+  try {
+    if (backends.empty())
+      backends = choose_backends(options.backend, per_member(options, fds_), &backend_reason_);
+    backend_name_ = backends.front()->name();
+    for (std::size_t index = 0; index < fds_.size(); ++index) {
+      LaneOptions lane;
+      lane.member = static_cast<std::uint32_t>(index);
+      lane.fd = fds_[index];
+      lane.path = path_of_descriptor(fds_[index]);
+      lane.queue_depth = options.queue_depth;
+      lane.request_bytes = options.request_bytes;
+      lanes_.push_back(std::make_unique<Lane>(lane, std::move(backends.at(index))));
     }
-    --submitting_;
-    wake = std::exchange(asleep_, false) || stopping_;
+  } catch (...) {
+    lanes_.clear();
+    backends.clear();
+    for (const int fd : fds_) ::close(fd);
+    throw;
   }
-  if (wake) backend_->wake();
+}
+
+IoEngine::~IoEngine() {
+  stop(false);
+}
+
+std::shared_ptr<Ticket> IoEngine::submit(Direction direction, const std::vector<Segment>& segments,
+                                         Priority priority) {
+  const std::uint64_t total = checked_total(segments, lanes_.size());
+  auto ticket = std::make_shared<Ticket>(total, log_);
+  {
+    const std::lock_guard lock(mutex_);
+    if (stopping_) throw std::logic_error("the I/O engine is closed");
+    // A batch that has begun is queued to its end, also when `close` comes in between: the lanes
+    // do not stop before.
+    ++submitting_;
+  }
+  std::vector<bool> named(lanes_.size(), false);
+  for (const Segment& segment : segments) named[segment.member] = true;
+  for (std::size_t member = 0; member < lanes_.size(); ++member)
+    if (named[member]) lanes_[member]->push(ticket, direction, priority, segments);
+  const std::lock_guard lock(mutex_);
+  if (--submitting_ == 0 && stopping_) submitted_.notify_all();
   return ticket;
 }
 
 void IoEngine::flush() {
   // Keeps the descriptors open: a sync on a closed number could reach another file.
   const std::lock_guard closing(close_mutex_);
-  if (!thread_.joinable()) throw std::logic_error("the I/O engine is closed");
+  if (closed_) throw std::logic_error("the I/O engine is closed");
   throw_unobserved_failure();
-  std::vector<int> errors(members_.size(), 0);
-  const auto sync_one = [&](std::uint32_t member) noexcept {
-    errors[member] = backend_->sync(member);
+  std::vector<int> errors(lanes_.size(), 0);
+  const auto sync_one = [&](std::size_t member) noexcept {
+    errors[member] = lanes_[member]->sync();
   };
   // One thread per further member: their caches empty at the same time.
   std::vector<std::thread> others;
-  for (std::uint32_t member = 1; member < members_.size(); ++member)
+  for (std::size_t member = 1; member < lanes_.size(); ++member)
     others.emplace_back(sync_one, member);
   sync_one(0);
   for (std::thread& thread : others) thread.join();
@@ -167,43 +182,64 @@ void IoEngine::flush() {
                         "cannot flush member " + std::to_string(member) + ": " +
                             errno_text(errors[member]) +
                             "; what was written since the last flush may be lost",
-                        members_[member].path);
+                        lanes_[member]->path());
 }
 
 IoCounters IoEngine::counters() const noexcept {
-  const auto value = [](const std::atomic<std::uint64_t>& counter) {
-    return counter.load(std::memory_order_relaxed);
-  };
-  return {
-      value(read_bytes_),     value(write_bytes_),     value(read_requests_),
-      value(write_requests_), value(short_transfers_), value(retries_),
-      value(failures_),       value(flushes_),         static_cast<double>(value(busy_ns_)) * 1e-9};
+  IoCounters total{};
+  for (const auto& lane : lanes_) {
+    const MemberStatistics one = lane->statistics();
+    total.read_bytes += one.read.bytes;
+    total.write_bytes += one.write.bytes;
+    total.read_requests += one.read.requests;
+    total.write_requests += one.write.requests;
+    total.short_transfers += one.short_transfers;
+    total.retries += one.retries;
+    total.failures += one.failures;
+    total.busy_seconds = std::max(total.busy_seconds, one.busy_seconds);
+  }
+  total.flushes = flushes_.load(std::memory_order_relaxed);
+  return total;
 }
 
 bool IoEngine::uses_registered_buffers() const noexcept {
-  return backend_->uses_registered_buffers();
+  return std::all_of(lanes_.begin(), lanes_.end(),
+                     [](const auto& lane) { return lane->backend().uses_registered_buffers(); });
+}
+
+bool IoEngine::uses_registered_files() const noexcept {
+  return std::all_of(lanes_.begin(), lanes_.end(),
+                     [](const auto& lane) { return lane->backend().uses_registered_file(); });
 }
 
 std::string IoEngine::registration_reason() const {
-  return backend_->registration_reason();
+  for (const auto& lane : lanes_)
+    if (std::string reason = lane->backend().registration_reason(); !reason.empty()) return reason;
+  return {};
 }
 
-void IoEngine::close() {
-  stop();
+void IoEngine::close(bool cancel) {
+  stop(cancel);
   throw_unobserved_failure();
 }
 
-void IoEngine::stop() noexcept {
+void IoEngine::stop(bool cancel) noexcept {
   const std::lock_guard closing(close_mutex_);
-  if (!thread_.joinable()) return;
+  if (closed_) return;
+  closed_ = true;
   {
     const std::lock_guard lock(mutex_);
     stopping_ = true;
-    asleep_ = false;
   }
-  backend_->wake();
-  thread_.join();
-  for (const Member& member : members_) ::close(member.fd);
+  if (cancel)
+    for (const auto& lane : lanes_) lane->cancel();
+  {
+    std::unique_lock lock(mutex_);
+    submitted_.wait(lock, [&] { return submitting_ == 0; });
+  }
+  for (const auto& lane : lanes_) lane->begin_stop();
+  for (const auto& lane : lanes_) lane->finish_stop();
+  for (const int fd : fds_) ::close(fd);
 }
 
 void IoEngine::throw_unobserved_failure() {

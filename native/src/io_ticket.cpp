@@ -61,15 +61,24 @@ void Ticket::wait() {
 }
 
 void Ticket::progress(std::uint64_t nbytes) noexcept {
-  pending_ -= nbytes;
-  if (pending_ == 0) finish();
+  if (pending_.fetch_sub(nbytes, std::memory_order_acq_rel) == nbytes) finish();
 }
 
-// The first failure counts; what follows it is often its consequence.
 void Ticket::fail(const IoFailure& failure) noexcept {
-  if (failure_) return;
+  if (note(failure) && failure.direction == Direction::kWrite) log_->add(this, failure);
+}
+
+void Ticket::cancel(const IoFailure& failure) noexcept {
+  note(failure);
+}
+
+// The first failure of any member counts; what follows it is often its consequence.
+bool Ticket::note(const IoFailure& failure) noexcept {
+  const std::lock_guard lock(mutex_);
+  if (failure_) return false;
   failure_ = failure;
-  if (failure.direction == Direction::kWrite) log_->add(this, failure);
+  failed_.store(true, std::memory_order_relaxed);
+  return true;
 }
 
 void Ticket::finish() noexcept {

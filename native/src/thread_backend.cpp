@@ -35,7 +35,10 @@ class Ring {
 class ThreadBackend final : public IoBackend {
  public:
   explicit ThreadBackend(const BackendOptions& options)
-      : fds_(options.fds), to_do_(options.queue_depth), ended_(options.queue_depth) {
+      : fd_(options.fd),
+        urgent_(options.queue_depth),
+        normal_(options.queue_depth),
+        ended_(options.queue_depth) {
     for (std::uint32_t i = 0; i < options.threads; ++i) workers_.emplace_back([this] { work(); });
   }
 
@@ -53,7 +56,7 @@ class ThreadBackend final : public IoBackend {
   void start(const Request& request, std::uint32_t tag) noexcept override {
     {
       const std::lock_guard lock(mutex_);
-      to_do_.push({request, tag});
+      (request.priority == Priority::kUrgent ? urgent_ : normal_).push({request, tag});
     }
     posted_.notify_one();
   }
@@ -75,8 +78,8 @@ class ThreadBackend final : public IoBackend {
     changed_.notify_one();
   }
 
-  int sync(std::uint32_t member) noexcept override {
-    while (::fdatasync(fds_[member]) != 0)
+  int sync() noexcept override {
+    while (::fdatasync(fd_) != 0)
       if (errno != EINTR) return errno;
     return 0;
   }
@@ -90,9 +93,9 @@ class ThreadBackend final : public IoBackend {
   void work() noexcept {
     std::unique_lock lock(mutex_);
     for (;;) {
-      posted_.wait(lock, [&] { return stopping_ || !to_do_.empty(); });
-      if (to_do_.empty()) return;
-      const Work work = to_do_.pop();
+      posted_.wait(lock, [&] { return stopping_ || !urgent_.empty() || !normal_.empty(); });
+      if (urgent_.empty() && normal_.empty()) return;
+      const Work work = (urgent_.empty() ? normal_ : urgent_).pop();
       lock.unlock();
       const std::int64_t result = perform(work.request);
       lock.lock();
@@ -102,19 +105,19 @@ class ThreadBackend final : public IoBackend {
   }
 
   std::int64_t perform(const Request& request) const noexcept {
-    const int fd = fds_[request.member];
     const auto offset = static_cast<off_t>(request.offset);
     const ssize_t moved = request.direction == Direction::kRead
-                              ? ::pread(fd, request.address, request.nbytes, offset)
-                              : ::pwrite(fd, request.address, request.nbytes, offset);
+                              ? ::pread(fd_, request.address, request.nbytes, offset)
+                              : ::pwrite(fd_, request.address, request.nbytes, offset);
     return moved >= 0 ? moved : -errno;
   }
 
-  const std::vector<int> fds_;
+  const int fd_;
   std::mutex mutex_;
   std::condition_variable posted_;
   std::condition_variable changed_;
-  Ring<Work> to_do_;
+  Ring<Work> urgent_;
+  Ring<Work> normal_;
   Ring<Completion> ended_;
   bool woken_ = false;
   bool stopping_ = false;

@@ -21,7 +21,12 @@ inline constexpr std::uint32_t kSetupClamp = 1U << 4;
 inline constexpr std::uint32_t kEnterGetEvents = 1U << 0;
 
 inline constexpr std::uint32_t kRegisterBuffers = 0;
+inline constexpr std::uint32_t kUnregisterBuffers = 1;
+inline constexpr std::uint32_t kRegisterFiles = 2;
+inline constexpr std::uint32_t kUnregisterFiles = 3;
 inline constexpr std::uint32_t kRegisterProbe = 8;
+inline constexpr std::uint32_t kRegisterCloneBuffers = 30;
+inline constexpr std::uint8_t kSqeFixedFile = 1U << 0;
 inline constexpr std::uint16_t kOpSupported = 1U << 0;
 
 inline constexpr std::uint8_t kOpReadFixed = 4;
@@ -68,6 +73,11 @@ struct Cqe {
   std::uint32_t flags;
 };
 
+struct CloneBuffers {
+  std::uint32_t src_fd, flags, src_off, dst_off, nr;
+  std::uint32_t pad[3];
+};
+
 struct ProbeOp {
   std::uint8_t op;
   std::uint8_t resv;
@@ -83,6 +93,7 @@ struct Probe {
   ProbeOp ops[64];
 };
 
-static_assert(sizeof(Sqe) == 64 && sizeof(Cqe) == 16 && sizeof(Params) == 120);
+static_assert(sizeof(Sqe) == 64 && sizeof(Cqe) == 16 && sizeof(Params) == 120 &&
+              sizeof(CloneBuffers) == 32);
 
 }  // namespace memascend::uring

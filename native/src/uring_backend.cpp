@@ -26,8 +26,9 @@ constexpr int kMaxRefusals = 1000;
 class UringBackend final : public IoBackend {
  public:
   UringBackend(const BackendOptions& options, std::unique_ptr<uring::Ring> ring, int event_fd)
-      : fds_(options.fds), ring_(std::move(ring)), event_fd_(event_fd) {
-    register_regions(options.regions);
+      : fd_(options.fd), ring_(std::move(ring)), event_fd_(event_fd) {
+    register_regions(options.regions, static_cast<const UringBackend*>(options.registered));
+    register_file();
     ended_.reserve(options.queue_depth);
     listen();
   }
@@ -37,6 +38,8 @@ class UringBackend final : public IoBackend {
     ring_.reset();
     ::close(event_fd_);
   }
+
+  void shut_down() noexcept override { ring_.reset(); }
 
   const char* name() const noexcept override { return "io_uring"; }
 
@@ -50,7 +53,8 @@ class UringBackend final : public IoBackend {
     } else {
       sqe.opcode = reading ? uring::kOpRead : uring::kOpWrite;
     }
-    sqe.fd = fds_[request.member];
+    sqe.fd = file_registered_ ? 0 : fd_;
+    sqe.flags = file_registered_ ? uring::kSqeFixedFile : std::uint8_t{0};
     sqe.off = request.offset;
     sqe.addr = reinterpret_cast<std::uintptr_t>(request.address);
     sqe.len = static_cast<std::uint32_t>(request.nbytes);
@@ -82,26 +86,38 @@ class UringBackend final : public IoBackend {
     }
   }
 
-  int sync(std::uint32_t member) noexcept override {
-    while (::fdatasync(fds_[member]) != 0)
+  int sync() noexcept override {
+    while (::fdatasync(fd_) != 0)
       if (errno != EINTR) return errno;
     return 0;
   }
 
   bool uses_registered_buffers() const noexcept override { return !regions_.empty(); }
+  bool uses_registered_file() const noexcept override { return file_registered_; }
   std::string registration_reason() const override { return registration_reason_; }
 
  private:
-  void register_regions(const std::vector<Region>& regions) {
+  void register_regions(const std::vector<Region>& regions, const UringBackend* registered) {
     if (regions.empty()) {
       registration_reason_ = "no memory was given to register";
       return;
     }
-    if (const int error = ring_->register_buffers(regions); error != 0) {
+    const bool cloned = registered != nullptr && registered->uses_registered_buffers() &&
+                        ring_->clone_buffers(*registered->ring_) == 0;
+    if (const int error = cloned ? 0 : ring_->register_buffers(regions); error != 0) {
       registration_reason_ = "the kernel refused to register the memory: " + errno_text(error);
       return;
     }
     regions_ = regions;
+  }
+
+  // Spares every request looking up and holding the descriptor.
+  void register_file() {
+    const int error = ring_->register_file(fd_);
+    file_registered_ = error == 0;
+    if (file_registered_) return;
+    if (!registration_reason_.empty()) registration_reason_ += "; ";
+    registration_reason_ += "the kernel refused to register the file: " + errno_text(error);
   }
 
   // The registered region that holds the whole request, or -1.
@@ -148,7 +164,8 @@ class UringBackend final : public IoBackend {
     if (listening_lost) listen();
   }
 
-  const std::vector<int> fds_;
+  const int fd_;
+  bool file_registered_ = false;
   std::unique_ptr<uring::Ring> ring_;
   const int event_fd_;
   std::uint64_t event_count_ = 0;

@@ -53,7 +53,11 @@ std::unique_ptr<Ring> Ring::open(std::uint32_t entries, std::string* reason, int
   return ring;
 }
 
+// What is registered goes first: the kernel takes a closed ring apart later, on a thread of its
+// own, and until then the file would stay open and locked and the memory pinned.
 Ring::~Ring() {
+  if (has_file_) ::syscall(kSysRegister, fd_, kUnregisterFiles, nullptr, 0U);
+  if (has_buffers_) ::syscall(kSysRegister, fd_, kUnregisterBuffers, nullptr, 0U);
   if (sqes_ != nullptr) ::munmap(sqes_, sqes_bytes_);
   if (rings_ != nullptr) ::munmap(rings_, rings_bytes_);
   if (fd_ >= 0) ::close(fd_);
@@ -128,7 +132,20 @@ int Ring::register_buffers(const std::vector<std::pair<std::byte*, std::uint64_t
   for (const auto& [address, nbytes] : regions) buffers.push_back({address, nbytes});
   const long result = ::syscall(kSysRegister, fd_, kRegisterBuffers, buffers.data(),
                                 static_cast<unsigned>(buffers.size()));
-  return result < 0 ? errno : 0;
+  has_buffers_ = result >= 0;
+  return has_buffers_ ? 0 : errno;
+}
+
+int Ring::clone_buffers(const Ring& from) {
+  CloneBuffers clone{};
+  clone.src_fd = static_cast<std::uint32_t>(from.fd_);
+  has_buffers_ = ::syscall(kSysRegister, fd_, kRegisterCloneBuffers, &clone, 1U) >= 0;
+  return has_buffers_ ? 0 : errno;
+}
+
+int Ring::register_file(int fd) {
+  has_file_ = ::syscall(kSysRegister, fd_, kRegisterFiles, &fd, 1U) >= 0;
+  return has_file_ ? 0 : errno;
 }
 
 void Ring::push(const Sqe& sqe) noexcept {

@@ -25,6 +25,11 @@ class Ring {
   // 0 or an errno. Pins the memory, and counts it against the limit of locked memory.
   int register_buffers(const std::vector<std::pair<std::byte*, std::uint64_t>>& regions);
 
+  // Takes over what another ring has registered, which pins and counts nothing again (Linux 6.12).
+  int clone_buffers(const Ring& from);
+  // Makes the descriptor known as number 0, for entries with kSqeFixedFile. 0 or an errno.
+  int register_file(int fd);
+
   // Queues one entry for the next `enter`; never more than `entries` between two of them.
   void push(const Sqe& sqe) noexcept;
   // Hands what is queued to the kernel and sleeps until at least one completion is there. 0 or an
@@ -41,6 +46,8 @@ class Ring {
   int probe(std::string* reason) const;
 
   int fd_ = -1;
+  bool has_buffers_ = false;
+  bool has_file_ = false;
   std::byte* rings_ = nullptr;
   std::size_t rings_bytes_ = 0;
   Sqe* sqes_ = nullptr;

@@ -12,18 +12,14 @@
 
 namespace memascend::testing {
 
-FaultBackend::FaultBackend(const std::vector<int>& fds, const FaultPlan& plan)
-    : plan_(plan), random_(plan.seed) {
-  for (const int fd : fds) {
-    const std::string path = "/proc/self/fd/" + std::to_string(fd);
-    const int own = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
-    if (own < 0) throw SystemError(errno, "cannot open member anew: " + errno_text(errno), path);
-    fds_.push_back(own);
-  }
+FaultBackend::FaultBackend(int fd, const FaultPlan& plan) : plan_(plan), random_(plan.seed) {
+  const std::string path = "/proc/self/fd/" + std::to_string(fd);
+  fd_ = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+  if (fd_ < 0) throw SystemError(errno, "cannot open member anew: " + errno_text(errno), path);
 }
 
 FaultBackend::~FaultBackend() {
-  for (const int fd : fds_) ::close(fd);
+  ::close(fd_);
 }
 
 void FaultBackend::start(const Request& request, std::uint32_t tag) noexcept {
@@ -52,13 +48,11 @@ void FaultBackend::wake() noexcept {
   changed_.notify_all();
 }
 
-int FaultBackend::sync(std::uint32_t member) noexcept {
+int FaultBackend::sync() noexcept {
   const std::lock_guard lock(mutex_);
   if (crashed_) return EIO;
   if (plan_.fail_sync) return plan_.error_number;
-  journal_.erase(std::remove_if(journal_.begin(), journal_.end(),
-                                [&](const Written& entry) { return entry.member == member; }),
-                 journal_.end());
+  journal_.clear();
   return 0;
 }
 
@@ -98,17 +92,15 @@ std::int64_t FaultBackend::perform(const Request& request) {
 }
 
 std::int64_t FaultBackend::read(const Request& request, std::uint64_t nbytes) const {
-  const ssize_t moved =
-      ::pread(fds_[request.member], request.address, nbytes, static_cast<off_t>(request.offset));
+  const ssize_t moved = ::pread(fd_, request.address, nbytes, static_cast<off_t>(request.offset));
   return moved >= 0 ? moved : -errno;
 }
 
 std::int64_t FaultBackend::write(const Request& request, std::uint64_t nbytes) {
-  const int fd = fds_[request.member];
   const auto offset = static_cast<off_t>(request.offset);
-  Written entry{request.member, request.offset, std::vector<std::byte>(nbytes), {}};
-  if (::pread(fd, entry.before.data(), nbytes, offset) < 0) return -errno;
-  const ssize_t moved = ::pwrite(fd, request.address, nbytes, offset);
+  Written entry{request.offset, std::vector<std::byte>(nbytes), {}};
+  if (::pread(fd_, entry.before.data(), nbytes, offset) < 0) return -errno;
+  const ssize_t moved = ::pwrite(fd_, request.address, nbytes, offset);
   if (moved < 0) return -errno;
   entry.before.resize(static_cast<std::size_t>(moved));
   entry.after.assign(request.address, request.address + moved);
@@ -121,15 +113,15 @@ void FaultBackend::crash_locked() {
   if (crashed_) return;
   crashed_ = true;
   for (auto entry = journal_.rbegin(); entry != journal_.rend(); ++entry)
-    if (::pwrite(fds_[entry->member], entry->before.data(), entry->before.size(),
+    if (::pwrite(fd_, entry->before.data(), entry->before.size(),
                  static_cast<off_t>(entry->offset)) < 0)
       return;
   for (const Written& entry : journal_) {
     for (std::uint64_t at = 0; at < entry.after.size();) {
       const std::uint64_t to_boundary = kSector - (entry.offset + at) % kSector;
       const std::uint64_t length = std::min<std::uint64_t>(to_boundary, entry.after.size() - at);
-      if ((random_() & 1U) != 0 && ::pwrite(fds_[entry.member], entry.after.data() + at, length,
-                                            static_cast<off_t>(entry.offset + at)) < 0)
+      if ((random_() & 1U) != 0 &&
+          ::pwrite(fd_, entry.after.data() + at, length, static_cast<off_t>(entry.offset + at)) < 0)
         return;
       at += length;
     }

@@ -37,15 +37,15 @@ class FaultBackend final : public IoBackend {
  public:
   static constexpr std::uint64_t kSector = 512;
 
-  // Opens the members anew, without O_DIRECT: the crash rewrites single sectors.
-  FaultBackend(const std::vector<int>& fds, const FaultPlan& plan);
+  // Opens the file anew, without O_DIRECT: the crash rewrites single sectors.
+  FaultBackend(int fd, const FaultPlan& plan);
   ~FaultBackend() override;
 
   const char* name() const noexcept override { return "fault"; }
   void start(const Request& request, std::uint32_t tag) noexcept override;
   std::size_t wait(Completion* out, std::size_t room) noexcept override;
   void wake() noexcept override;
-  int sync(std::uint32_t member) noexcept override;
+  int sync() noexcept override;
 
   // Goes on with other faults; what is on the disks and in the journal stays.
   void set_plan(const FaultPlan& plan);
@@ -60,7 +60,6 @@ class FaultBackend final : public IoBackend {
   };
   // What a write replaced and what it put there.
   struct Written {
-    std::uint32_t member;
     std::uint64_t offset;
     std::vector<std::byte> before;
     std::vector<std::byte> after;
@@ -74,7 +73,7 @@ class FaultBackend final : public IoBackend {
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;
-  std::vector<int> fds_;
+  int fd_;
   FaultPlan plan_;
   std::mt19937_64 random_;
   std::vector<Work> to_do_;

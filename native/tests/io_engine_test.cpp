@@ -2,6 +2,8 @@
 // Every case runs on every backend that this machine has.
 #include "memascend/io_engine.hpp"
 
+#include <sys/file.h>
+
 #include <cstring>
 #include <random>
 
@@ -21,7 +23,9 @@ const std::vector<std::string>& backends() {
     std::vector<std::string> found{"threads"};
     std::string reason;
     int error = 0;
+    const ScratchFile file(4096);
     BackendOptions options;
+    options.fd = file.fd();
     if (try_uring_backend(options, &reason, &error) != nullptr)
       found.emplace_back("io_uring");
     else
@@ -134,7 +138,7 @@ TEST(more_batches_than_depth_and_queue_all_complete) {
     const auto slot = arena->allocate(kMib, "s");
     // Not neighbours, and more than kMaxQueued. Written, since several read into one memory race.
     std::vector<Segment> segments;
-    for (std::uint64_t i = 0; i < IoEngine::kMaxQueued + 500; ++i)
+    for (std::uint64_t i = 0; i < Lane::kMaxQueued + 500; ++i)
       segments.push_back({0, (i * 2 % 256) * 4096, slot->data() + (i * 2 % 256) * 4096, 4096});
     std::vector<std::shared_ptr<Ticket>> tickets;
     tickets.push_back(engine.submit(Direction::kWrite, segments));
@@ -232,6 +236,60 @@ TEST(close_drains_what_is_in_flight_and_refuses_more) {
     CHECK_THROWS(bench.read({{0, 0, slot->data(), 4096}}), std::logic_error, "closed");
     CHECK_THROWS(bench.engine->flush(), std::logic_error, "closed");
     bench.engine->close();
+  }
+}
+
+TEST(members_share_the_registered_memory) {
+  for (const auto& backend : backends()) {
+    const ScratchFile first(4 * kMib);
+    const ScratchFile second(4 * kMib);
+    const Bench bench({first.fd(), second.fd(), first.fd()}, backend, true);
+    if (backend == "io_uring") {
+      CHECK(bench.engine->uses_registered_buffers());
+      CHECK(bench.engine->uses_registered_files());
+      CHECK_EQUAL(bench.engine->registration_reason(), "");
+    }
+    const auto out = bench.random_slot(2 * kMib);
+    bench.write({{0, 0, out->data(), kMib}, {1, kMib, out->data() + kMib, kMib}});
+    const auto in = bench.arena->allocate(2 * kMib, "in");
+    bench.read({{2, 0, in->data(), kMib}, {1, kMib, in->data() + kMib, kMib}});
+    CHECK(std::memcmp(in->data(), out->data(), in->nbytes()) == 0);
+  }
+}
+
+// The kernel takes a ring apart some time after it was closed: what it holds must be gone before.
+TEST(a_closed_engine_holds_no_file_any_more) {
+  for (const auto& backend : backends())
+    for (int round = 0; round < 20; ++round) {
+      const ScratchFile file(kMib);
+      const int locked = ::open(file.path().c_str(), O_RDWR | O_CLOEXEC);
+      CHECK(::flock(locked, LOCK_EX | LOCK_NB) == 0);
+      const Bench bench({locked}, backend, true);
+      ::close(locked);
+      CHECK(::flock(file.fd(), LOCK_EX | LOCK_NB) != 0);
+      const auto slot = bench.random_slot(kMib);
+      bench.write({{0, 0, slot->data(), kMib}});
+      bench.engine->close();
+      CHECK(::flock(file.fd(), LOCK_EX | LOCK_NB) == 0);
+    }
+}
+
+TEST(urgent_and_normal_batches_mix) {
+  for (const auto& backend : backends()) {
+    const ScratchFile file(8 * kMib);
+    const Bench bench({file.fd()}, backend, true);
+    const auto out = bench.random_slot(8 * kMib);
+    bench.write({{0, 0, out->data(), 8 * kMib}});
+    const auto in = bench.arena->allocate(4 * kMib, "in");
+    for (std::uint64_t round = 0; round < 20; ++round) {
+      const auto written = bench.engine->submit(Direction::kWrite,
+                                                {{0, 4 * kMib, out->data() + 4 * kMib, 4 * kMib}});
+      bench.engine->submit(Direction::kRead, {{0, 0, in->data(), 4 * kMib}}, Priority::kUrgent)
+          ->wait();
+      CHECK(std::memcmp(in->data(), out->data(), 4 * kMib) == 0);
+      written->wait();
+    }
+    CHECK(bench.engine->member(0).statistics().urgent_requests >= 80);
   }
 }
 

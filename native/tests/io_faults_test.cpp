@@ -24,9 +24,11 @@ struct Faulty {
     IoOptions options;
     options.fds = {file.fd()};
     options.request_bytes = 65536;
-    auto owned = std::make_unique<FaultBackend>(options.fds, plan);
+    auto owned = std::make_unique<FaultBackend>(file.fd(), plan);
     backend = owned.get();
-    engine = std::make_unique<IoEngine>(options, std::move(owned));
+    std::vector<std::unique_ptr<IoBackend>> backends;
+    backends.push_back(std::move(owned));
+    engine = std::make_unique<IoEngine>(options, std::move(backends));
     out = arena->allocate(kFileBytes, "out");
     in = arena->allocate(kFileBytes, "in");
     for (std::uint64_t at = 0; at < kFileBytes; ++at)
@@ -122,7 +124,9 @@ TEST(after_a_failure_the_rest_of_the_batch_is_not_started) {
   options.fds = {faulty.file.fd()};
   options.request_bytes = 4096;
   options.queue_depth = 4;
-  IoEngine engine(options, std::make_unique<FaultBackend>(options.fds, plan));
+  std::vector<std::unique_ptr<IoBackend>> backends;
+  backends.push_back(std::make_unique<FaultBackend>(faulty.file.fd(), plan));
+  IoEngine engine(options, std::move(backends));
   const auto ticket = engine.submit(Direction::kRead, {{0, 0, faulty.in->data(), kFileBytes}});
   CHECK_THROWS(ticket->wait(), SystemError, "[EIO]");
   CHECK(engine.counters().read_requests <= 8);

@@ -24,6 +24,7 @@ namespace uring = memascend::uring;
                 sizeof(ours::our_field) == sizeof(theirs::their_field))
 
 SAME_FIELD(uring::Sqe, opcode, io_uring_sqe, opcode);
+SAME_FIELD(uring::Sqe, flags, io_uring_sqe, flags);
 SAME_FIELD(uring::Sqe, fd, io_uring_sqe, fd);
 SAME_FIELD(uring::Sqe, off, io_uring_sqe, off);
 SAME_FIELD(uring::Sqe, addr, io_uring_sqe, addr);
@@ -55,6 +56,10 @@ TEST(numbers_are_those_of_the_kernel_header) {
   CHECK_EQUAL(uring::kSetupClamp, IORING_SETUP_CLAMP);
   CHECK_EQUAL(uring::kEnterGetEvents, IORING_ENTER_GETEVENTS);
   CHECK_EQUAL(uring::kRegisterBuffers, std::uint32_t{IORING_REGISTER_BUFFERS});
+  CHECK_EQUAL(uring::kUnregisterBuffers, std::uint32_t{IORING_UNREGISTER_BUFFERS});
+  CHECK_EQUAL(uring::kRegisterFiles, std::uint32_t{IORING_REGISTER_FILES});
+  CHECK_EQUAL(uring::kUnregisterFiles, std::uint32_t{IORING_UNREGISTER_FILES});
+  CHECK_EQUAL(uint32_t{uring::kSqeFixedFile}, uint32_t{IOSQE_FIXED_FILE});
   CHECK_EQUAL(uring::kRegisterProbe, std::uint32_t{IORING_REGISTER_PROBE});
   CHECK_EQUAL(uring::kOpSupported, IO_URING_OP_SUPPORTED);
   CHECK_EQUAL(int{uring::kOpRead}, int{IORING_OP_READ});

@@ -142,6 +142,39 @@ def test_counters_agree_with_the_kernel(engine: _core.IoEngine, slot: _core.Slot
         assert abs(written - 4 * MIB) <= 0.02 * 4 * MIB
 
 
+def test_statistics_tell_what_each_member_did(member: int, slot: _core.Slot) -> None:
+    engine = _core.IoEngine([member, member], queue_depth=4, request_bytes=65536)
+    engine.submit_write(np.array([[1, 0, slot.address, MIB]])).wait()
+    engine.submit_read(np.array([[0, 0, slot.address, 65536]]), None, urgent=True).wait()
+    engine.close()
+    first, second = engine.statistics()
+    assert (first["read_bytes"], first["read_requests"], first["urgent_requests"]) == (65536, 1, 1)
+    assert (second["write_bytes"], second["write_requests"], second["urgent_requests"]) == (MIB, 16, 0)
+    assert sum(first["read_latency"]) == 1
+    assert sum(first["write_latency"]) == 0
+    assert sum(second["write_latency"]) == 16
+    assert len(second["write_latency"]) == 32
+    assert 0 < second["queue_depth"] <= second["queue_depth_max"] == 4
+    assert second["busy_seconds"] > 0
+    assert second["request_bytes"] == 65536
+    assert first["path"] == str(Path(f"/proc/self/fd/{member}").readlink())
+
+
+def test_close_may_cancel_what_has_not_begun(member: int, slot: _core.Slot) -> None:
+    engine = _core.IoEngine([member], queue_depth=1, request_bytes=4096)
+    kept = [Keepalive() for _ in range(20)]
+    alive = [weakref.ref(one) for one in kept]
+    tickets = [engine.submit_write(_segment(slot), one) for one in kept]
+    del kept
+    engine.close(cancel=True)
+    assert all(ticket.done() for ticket in tickets)
+    with pytest.raises(OSError, match="the engine was closed before the request began") as caught:
+        tickets[-1].wait()
+    assert caught.value.errno == errno.ECANCELED
+    assert engine.statistics()[0]["cancelled_bytes"] > 0
+    assert all(one() is None for one in alive)
+
+
 def test_a_closed_engine_refuses(engine: _core.IoEngine, slot: _core.Slot) -> None:
     engine.close()
     with pytest.raises(RuntimeError, match="closed"):

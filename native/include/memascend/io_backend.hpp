@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What moves bytes between descriptors and memory. A backend starts requests and reports how each
-// one ended; splitting, resuming, retrying and error texts belong to IoEngine, once for all.
+// What moves bytes between one descriptor and memory. A backend starts requests and reports how
+// each one ended; splitting, resuming, retrying and error texts belong to Lane, once for all.
 #pragma once
 
 #include <cstddef>
@@ -14,10 +14,13 @@ namespace memascend {
 
 enum class Direction : std::uint8_t { kRead, kWrite };
 
+// Urgent is what a computation waits for: it goes before all that is merely to be done some time.
+enum class Priority : std::uint8_t { kUrgent, kNormal };
+
 // One system call's worth of work.
 struct Request {
   Direction direction;
-  std::uint32_t member;  // index of the descriptor
+  Priority priority;
   std::uint64_t offset;  // in bytes, in the member
   std::byte* address;
   std::uint64_t nbytes;
@@ -47,21 +50,27 @@ class IoBackend {
   // Makes the current or the next `wait` return.
   virtual void wake() noexcept = 0;
 
-  // Makes the completed writes of a member durable; 0 or an errno.
-  virtual int sync(std::uint32_t member) noexcept = 0;
+  // Makes the completed writes durable; 0 or an errno.
+  virtual int sync() noexcept = 0;
 
-  // Whether the registered regions are in use, or why not.
+  // Lets go of the descriptor and of registered memory; nothing is in flight and nothing comes any
+  // more, but what follows can still be asked.
+  virtual void shut_down() noexcept {}
+
+  // Whether the registered regions and the registered descriptor are in use, and why not.
   virtual bool uses_registered_buffers() const noexcept { return false; }
+  virtual bool uses_registered_file() const noexcept { return false; }
   virtual std::string registration_reason() const { return {}; }
 };
 
 using Region = std::pair<std::byte*, std::uint64_t>;
 
 struct BackendOptions {
-  std::vector<int> fds;
-  std::uint32_t queue_depth = 32;  // requests in flight over all members
-  std::uint32_t threads = 4;       // of the thread backend
-  std::vector<Region> regions;     // memory to register, each at most 1 GiB
+  int fd = -1;                            // not owned
+  std::uint32_t queue_depth = 32;         // requests in flight
+  std::uint32_t threads = 4;              // of the thread backend
+  std::vector<Region> regions;            // memory to register, each at most 1 GiB
+  const IoBackend* registered = nullptr;  // of the same kind, with the same regions registered
 };
 
 // Null with a reason when the kernel or the sandbox does not offer what is needed.

@@ -61,18 +61,23 @@ class Ticket {
   void wait();
 
  private:
-  friend class IoEngine;
+  friend class Lane;
 
-  // These are called by the engine's thread only.
+  // These are called by the threads of the members. `fail` comes before the `progress` of its
+  // bytes.
   void progress(std::uint64_t nbytes) noexcept;
   void fail(const IoFailure& failure) noexcept;
-  bool failed() const noexcept { return failure_.has_value(); }
+  // As `fail`, but whoever cancels knows that the bytes did not move: nobody else is reminded.
+  void cancel(const IoFailure& failure) noexcept;
+  bool failed() const noexcept { return failed_.load(std::memory_order_relaxed); }
+  bool note(const IoFailure& failure) noexcept;
   void finish() noexcept;
 
   const std::uint64_t nbytes_;
   const std::shared_ptr<FailureLog> log_;
-  std::uint64_t pending_;
-  std::optional<IoFailure> failure_;  // published by done_
+  std::atomic<std::uint64_t> pending_;
+  std::atomic<bool> failed_{false};
+  std::optional<IoFailure> failure_;  // guarded by mutex_
   std::atomic<bool> done_{false};
   mutable std::mutex mutex_;
   mutable std::condition_variable ended_;
