@@ -17,6 +17,7 @@
 #include "memascend/io_engine.hpp"
 #include "scratch_file.hpp"
 #include "uring_abi.hpp"
+#include "uring_ring.hpp"
 
 using namespace memascend;
 using memascend::test::ScratchFile;
@@ -144,6 +145,32 @@ TEST(memory_that_may_not_be_registered_is_used_unregistered) {
       CHECK(!engine.uses_registered_buffers());
       CHECK(engine.registration_reason().find("refused to register") != std::string::npos);
     }
+    check_write_and_read(options, arena);
+  });
+}
+
+// Five rings that each pinned the memory anew would need 20 MiB.
+TEST(members_count_once_against_the_limit_of_locked_memory) {
+  std::string reason;
+  int error = 0;
+  const auto first = uring::Ring::open(1, &reason, &error);
+  const auto second = uring::Ring::open(1, &reason, &error);
+  if (first == nullptr || second == nullptr) return;
+  const auto memory = PinnedArena::create(4096, PinMode::kNone, false);
+  CHECK_EQUAL(first->register_buffers(memory->regions()), 0);
+  const int refused = second->clone_buffers(*first);
+  if (refused == EINVAL) return;  // before Linux 6.12
+  CHECK_EQUAL(refused, 0);
+  const ScratchFile file(1 << 20);
+  in_child([&] {
+    limit_locked_memory(6 << 20);
+    const auto arena = PinnedArena::create(4 << 20, PinMode::kNone, true);
+    IoOptions options;
+    options.fds = {file.fd(), file.fd(), file.fd(), file.fd(), file.fd()};
+    options.backend = "io_uring";
+    options.queue_depth = 4;
+    options.regions = arena->regions();
+    CHECK_EQUAL(IoEngine(options).registration_reason(), "");
     check_write_and_read(options, arena);
   });
 }
