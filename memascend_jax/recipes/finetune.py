@@ -200,6 +200,7 @@ def _train(job: Run, session: Session, trainer: Trainer, stop: StopRequest) -> N
 
 def _after_step(job: Run, session: Session, state: RunState) -> RunState:
     job.state = state
+    job.folder.write_status("running", state.step, job.total_steps)
     if state.step == 1:
         trim_heap()
     every = job.config.train.eval_every

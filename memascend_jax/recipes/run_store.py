@@ -43,9 +43,14 @@ def find_run(config: Config) -> Found | None:
         return None
     with TensorStore.open(paths, read_only=True, direct_io=config.offload.direct_io) as store:
         generation, data = store.generation, store.run_state
-    if not data:
+    if not data and generation == 0:
         # Created, but interrupted before its first commit: nothing is lost by starting over.
         return None
+    if not data:
+        raise StoreError(
+            f"the store {', '.join(paths)} holds tensors of something else (generation {generation}); nothing was "
+            "changed. Choose another offload.store or run.dir"
+        )
     if resume == "never":
         raise StoreError(
             f"there is a run in the store {', '.join(paths)} and run.resume=never; nothing was changed. Choose "
@@ -80,7 +85,7 @@ def open_store(config: Config, plan: RunPlan, arena: PinnedArena, *, resumed: bo
             bounce_bytes=BOUNCE_BYTES,
         )
     for path in paths:
-        _make_parent(Path(path).expanduser())
+        _check_parent(Path(path).expanduser(), Path(config.run.dir).expanduser())
     return TensorStore.create(
         paths,
         specs=plan.specs,
@@ -94,11 +99,19 @@ def open_store(config: Config, plan: RunPlan, arena: PinnedArena, *, resumed: bo
     )
 
 
-def _make_parent(path: Path) -> None:
+def _check_parent(path: Path, run_dir: Path) -> None:
+    """Makes the store's folder if it lies in ``run.dir``; any other must be there: the disk may not be mounted."""
+    if path.parent.is_dir():
+        return
+    if not path.is_relative_to(run_dir):
+        raise StoreError(
+            f"cannot create the store {str(path)!r}: the folder {str(path.parent)!r} does not exist. Is the disk "
+            "mounted? Make the folder, or correct offload.store"
+        )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StoreError(
-            f"cannot make the folder of the store {str(path)!r}: {error.strerror}; set offload.store (or run.dir) to a "
-            "place that you may write to"
+            f"cannot make the folder of the store {str(path)!r}: {error.strerror}; set run.dir to a place that you "
+            "may write to"
         ) from error

@@ -152,6 +152,42 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_happened(finished, tmp_path, nu
     assert all(value.tobytes() == expected[name].tobytes() for name, value in tensors(folder).items())
 
 
+def test_a_second_interrupt_ends_at_once_and_loses_nothing(finished, tmp_path):
+    folder = tmp_path / "run"
+    with subprocess.Popen(
+        command(folder, "train.steps=12"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        wait_for_step(folder, 3, process)
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.03)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    # The first one may already have ended the run at a step before the second came.
+    assert process.returncode in (130, 75), errors
+    assert "Traceback" not in errors
+    assert run(folder, "train.steps=12").returncode == 0
+    expected = tensors(finished[0])
+    assert all(value.tobytes() == expected[name].tobytes() for name, value in tensors(folder).items())
+
+
+def test_the_store_of_another_program_is_not_overwritten(tmp_path):
+    with TensorStore.create([tmp_path / "theirs"], capacity="4MiB", direct_io="optional") as store:
+        store.put("w", np.arange(10))
+        store.commit()
+    before = (tmp_path / "theirs").read_bytes()
+    refused = run(tmp_path / "run", f"offload.store=[{tmp_path}/theirs]")
+    assert refused.returncode == 6
+    assert "something else" in refused.stderr
+    assert (tmp_path / "theirs").read_bytes() == before
+
+
+def test_a_store_in_a_folder_that_is_not_there_is_refused(tmp_path):
+    refused = run(tmp_path / "run", f"offload.store=[{tmp_path}/unmounted/disk/s]")
+    assert refused.returncode == 6
+    assert "mounted" in refused.stderr
+    assert not (tmp_path / "unmounted").exists()
+
+
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(finished, tmp_path):
     folder = tmp_path / "run"
     for step in (2, 5, 8):
