@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from memascend_jax import cli
+from memascend_jax.config import Config
 from memascend_jax.recipes import llama_finetune
 from memascend_jax.storage.tensor_store import TensorStore
 
@@ -31,7 +32,7 @@ def test_help_of_the_recipe_documents_every_key(capsys: pytest.CaptureFixture[st
     assert caught.value.code == 0
     text = capsys.readouterr().out
     for expected in (
-        "train.steps=60",
+        f"train.steps={Config().train.steps}",
         "Optimizer steps of the run",
         "offload.host_memory=null",
         "tiny_random",
