@@ -7,19 +7,11 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from memascend_jax.observe.step_clock import SPANS
 from memascend_jax.training.plan import RunPlan
 from memascend_jax.training.run_state import RunState
 
-_SPLIT = (
-    "step_seconds",
-    "ssd_read_wait",
-    "ssd_write_wait",
-    "host_to_device",
-    "compute",
-    "device_to_host",
-    "optimizer",
-    "commit",
-)
+_SPLIT = ("step_seconds", *SPANS, "compute")
 
 
 def summarise(state: RunState, plan: RunPlan, lines: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ slots, ``memory_placement`` keeps everything in the arena and is the reference w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -37,14 +37,12 @@ class LoadedStage(Protocol):
 class LoadedGroup:
     """One update group in host memory.
 
-    ``address(piece, leaf)`` is where that leaf of that piece lies; ``gradient_view(piece)`` its gradient as a flat
-    numpy view.
+    ``address(piece, leaf)`` is where that leaf of that piece lies; ``view(piece, leaf)`` the same as a flat numpy view.
     """
 
     group: UpdateGroup
     address: Callable[[UpdatePiece, str], int]
     view: Callable[[UpdatePiece, str], NDArray[Any]]
-    handle: Any = None
 
 
 class Placement(Protocol):
@@ -91,16 +89,6 @@ class Placement(Protocol):
 
     def close(self) -> None:
         """Waits for what is in flight and lets go of the memory."""
-
-
-def tensor_of(mapping: Mapping[str, Any], name: str) -> Any:
-    """Returns ``mapping[name]`` with the known names in the error."""
-    try:
-        return mapping[name]
-    except KeyError:
-        raise KeyError(
-            f"no tensor {name!r}; there are {len(mapping)}: {', '.join(list(mapping)[:4])}, …"
-        ) from None
 
 
 def flat_pieces(total: int, size: int) -> Sequence[tuple[int, int]]:
