@@ -19,15 +19,8 @@ from memascend_jax.storage.superblock import Durability
 from memascend_jax.storage.tensor_store import TensorSpec, bytes_needed
 from memascend_jax.training.model_layout import ModelLayout, plan_layout
 from memascend_jax.training.slot_classes import SPOOL, UPDATE, memory_classes, part_class
-from memascend_jax.training.stage_schedule import (
-    HEAD,
-    LAYER,
-    NORM,
-    StageKey,
-    count_loads,
-    plan_actions,
-    training_sequence,
-)
+from memascend_jax.training.stage_schedule import HEAD, LAYER, NORM, StageKey
+from memascend_jax.training.step_traffic import PhaseTraffic, step_traffic
 from memascend_jax.units import MIB, format_bytes, round_up
 
 #: Interpreter, jax, flax, optax, tokenizers and the compiler's working memory at its peak, measured: see
@@ -92,8 +85,15 @@ class RunPlan:
     specs: tuple[TensorSpec, ...]
     scratch_bytes: int
     disk_bytes: int
-    ssd_read_bytes_per_step: int
-    ssd_write_bytes_per_step: int
+    traffic: tuple[PhaseTraffic, ...]
+
+    @property
+    def ssd_read_bytes_per_step(self) -> int:
+        return sum(phase.read_bytes for phase in self.traffic)
+
+    @property
+    def ssd_write_bytes_per_step(self) -> int:
+        return sum(phase.write_bytes for phase in self.traffic)
 
     @property
     def arena_bytes(self) -> int:
@@ -223,7 +223,6 @@ def _plan(
         round_up(math.prod(tensor.shape) * itemsize(fmt.grad_dtype), BLOCK_BYTES) for tensor in layout.tensors
     )
     kept = _durability(durability, bytes_needed(specs, scratch, "step"), disk_free_bytes)
-    read, write = step_traffic(layout, depths, workload) if on_ssd else (0, 0)
     consumers = tuple(_consumers(layout, classes, workload, on_ssd))
     return RunPlan(
         layout=layout,
@@ -235,8 +234,7 @@ def _plan(
         specs=specs,
         scratch_bytes=scratch,
         disk_bytes=bytes_needed(specs, scratch, kept) if on_ssd else 0,
-        ssd_read_bytes_per_step=read,
-        ssd_write_bytes_per_step=write,
+        traffic=_traffic(layout, depths, workload) if on_ssd else (),
     )
 
 
@@ -267,41 +265,8 @@ def spool_slot_bytes(layout: ModelLayout, depths: Depths) -> int:
     return round_up(min(largest, depths.tile_elements) * itemsize(layout.format.grad_dtype), BLOCK_BYTES)
 
 
-def step_traffic(layout: ModelLayout, depths: Depths, workload: Workload) -> tuple[int, int]:
-    """Returns the SSD bytes that one step reads and writes, whole blocks counted."""
-    fmt = layout.format
-    sequence = training_sequence(layout.n_layers, layout.n_head_tiles)
-    loads = count_loads(plan_actions(sequence, _capacity(layout, depths), depths.prefetch_depth))
-    stages = sum(
-        count * sum(_blocks(part.n_elements, fmt.param_dtype) for part in layout.stage_parts[key])
-        for key, count in loads.items()
-    )
-    row_bytes = layout.config.hidden_size * itemsize(fmt.param_dtype)
-    # Rows of one block are read once: never more than the table.
-    table = round_up(layout.config.vocab_size * row_bytes, BLOCK_BYTES)
-    rows = min(workload.step_tokens * _row_span(row_bytes), table)
-    spooled = [t for t in layout.tensors if t.name != EMBED_NAME or layout.tied]
-    gradients = sum(_blocks(math.prod(tensor.shape), fmt.grad_dtype) for tensor in spooled)
-    read = write = 0
-    for group in layout.update_groups:
-        for piece in group.pieces:
-            leaves = sum(_blocks(piece.n_elements, dtype) for _, dtype in fmt.leaves)
-            parameter = _blocks(piece.n_elements, fmt.param_dtype)
-            read += leaves if fmt.has_master else leaves + parameter
-            write += leaves + parameter
-    return stages + rows + gradients + read, gradients + write
-
-
-def _row_span(row_bytes: int) -> int:
-    """Bytes of the blocks that one row touches, on average over row positions."""
-    apart = math.gcd(row_bytes, BLOCK_BYTES)
-    positions = range(0, BLOCK_BYTES, apart)
-    spans = [round_up(offset + row_bytes, BLOCK_BYTES) for offset in positions]
-    return -(-sum(spans) // len(spans))
-
-
-def _blocks(elements: int, dtype: str) -> int:
-    return round_up(elements * itemsize(dtype), BLOCK_BYTES)
+def _traffic(layout: ModelLayout, depths: Depths, workload: Workload) -> tuple[PhaseTraffic, ...]:
+    return step_traffic(layout, _capacity(layout, depths), depths.prefetch_depth, workload.step_tokens)
 
 
 def _capacity(layout: ModelLayout, depths: Depths) -> dict[str, int]:

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The SSD bytes that a step moves, phase by phase, whole blocks counted. Pure.
+
+The run's counters are held to the sum; ``training.step_time`` makes seconds of the phases.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from memascend_jax.models.shapes import EMBED_NAME
+from memascend_jax.optim.state_format import BLOCK_BYTES, itemsize
+from memascend_jax.training.model_layout import ModelLayout
+from memascend_jax.training.stage_schedule import (
+    Action,
+    count_loads,
+    forward_sequence,
+    plan_actions,
+    training_sequence,
+)
+from memascend_jax.units import round_up
+
+FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseTraffic:
+    """What one phase of a step reads from and writes to SSD."""
+
+    phase: str
+    read_bytes: int
+    write_bytes: int
+
+
+def step_traffic(
+    layout: ModelLayout, capacity: Mapping[str, int], prefetch_depth: int, step_tokens: int
+) -> tuple[PhaseTraffic, ...]:
+    """Returns the traffic of forward, backward and update.
+
+    Args:
+        capacity: resident keys of each stage kind, as for ``plan_actions``.
+        prefetch_depth: uses ahead that a stage is read; a read belongs to the phase that it is issued in.
+        step_tokens: tokens of all micro-batches: the embedding is read by their rows.
+    """
+    actions = plan_actions(training_sequence(layout.n_layers, layout.n_head_tiles), capacity, prefetch_depth)
+    turn = len(forward_sequence(layout.n_layers, layout.n_head_tiles))
+    update_read, update_write = _update_bytes(layout)
+    gradients = _gradient_bytes(layout)
+    return (
+        PhaseTraffic(FORWARD, _load_bytes(layout, actions[:turn]) + _row_bytes(layout, step_tokens), 0),
+        PhaseTraffic(BACKWARD, _load_bytes(layout, actions[turn:]), gradients),
+        PhaseTraffic(UPDATE, gradients + update_read, update_write),
+    )
+
+
+def _load_bytes(layout: ModelLayout, actions: Sequence[Action]) -> int:
+    dtype = layout.format.param_dtype
+    return sum(
+        count * sum(_blocks(part.n_elements, dtype) for part in layout.stage_parts[key])
+        for key, count in count_loads(actions).items()
+    )
+
+
+def _row_bytes(layout: ModelLayout, step_tokens: int) -> int:
+    row = layout.config.hidden_size * itemsize(layout.format.param_dtype)
+    # Rows of one block are read once: never more than the table.
+    table = round_up(layout.config.vocab_size * row, BLOCK_BYTES)
+    return min(step_tokens * _row_span(row), table)
+
+
+def _row_span(row_bytes: int) -> int:
+    """Bytes of the blocks that one row touches, on average over row positions."""
+    apart = math.gcd(row_bytes, BLOCK_BYTES)
+    positions = range(0, BLOCK_BYTES, apart)
+    spans = [round_up(offset + row_bytes, BLOCK_BYTES) for offset in positions]
+    return -(-sum(spans) // len(spans))
+
+
+def _gradient_bytes(layout: ModelLayout) -> int:
+    """Bytes of the spooled gradients; an untied embedding's are rows and stay in memory."""
+    spooled = [tensor for tensor in layout.tensors if tensor.name != EMBED_NAME or layout.tied]
+    return sum(_blocks(tensor.elements, layout.format.grad_dtype) for tensor in spooled)
+
+
+def _update_bytes(layout: ModelLayout) -> tuple[int, int]:
+    fmt = layout.format
+    read = write = 0
+    for group in layout.update_groups:
+        for piece in group.pieces:
+            leaves = sum(_blocks(piece.n_elements, dtype) for _, dtype in fmt.leaves)
+            parameter = _blocks(piece.n_elements, fmt.param_dtype)
+            read += leaves if fmt.has_master else leaves + parameter
+            write += leaves + parameter
+    return read, write
+
+
+def _blocks(elements: int, dtype: str) -> int:
+    return round_up(elements * itemsize(dtype), BLOCK_BYTES)
