@@ -140,11 +140,29 @@ def _validated(values: dict[str, Any], sources: Sequence[Source]) -> tuple[Confi
             config = Config.model_validate(values)
         except ValidationError:
             return None, faults
+    config = _with_fitting_warmup(config, sources)
     for keys, message in findings(config):
         if not wrong.intersection(keys):
             path = next((p for p in map(_path, keys) if _place(sources, p, False)), _path(keys[0]))
             faults.append(Fault(path, message, _place(sources, path, at_key=False)))
     return config, faults
+
+
+def _with_fitting_warmup(config: Config, sources: Sequence[Source]) -> Config:
+    """Returns ``config``, its warm-up shortened to the run if it is the default or a shipped recipe's.
+
+    `train.steps=1` alone must do; a warm-up that the user chose and that is too long is a contradiction.
+    """
+    steps, warmup = config.train.steps, config.optimizer.warmup_steps
+    chosen = [source for source in sources if ("optimizer", "warmup_steps") in source.value_places]
+    if steps is None or warmup <= steps or not all(_is_shipped(source.name) for source in chosen):
+        return config
+    optimizer = config.optimizer.model_copy(update={"warmup_steps": steps})
+    return config.model_copy(update={"optimizer": optimizer})
+
+
+def _is_shipped(name: str) -> bool:
+    return Path(name).resolve().parent in _recipe_folders()
 
 
 def _path(key: str) -> KeyPath:

@@ -133,7 +133,10 @@ class OptimizerSection(Section):
         default="cosine",
         description="Course of the learning rate after the warm-up; cosine and linear end at 0.",
     )
-    warmup_steps: Count = Field(default=2, description="Steps over which the learning rate rises from 0.")
+    warmup_steps: Count = Field(
+        default=2,
+        description="Steps over which the learning rate rises from 0; unless set, no more than train.steps.",
+    )
     b1: Decay = Field(default=0.9, description="Decay of the first moment per step.")
     b2: Decay = Field(default=0.999, description="Decay of the second moment per step.")
     eps: Positive = Field(default=1e-8, description="Added to the root of the second moment.")

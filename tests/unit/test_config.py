@@ -305,6 +305,28 @@ def test_saved_configuration_is_compared_by_what_changes_the_training() -> None:
     assert config_digest(same) == config_digest(load_config()) != config_digest(other)
 
 
+@pytest.mark.parametrize("files", [[], ["smollm2_135m"], ["recipes/tiny_random.yaml"]])
+def test_warm_up_that_nobody_chose_fits_the_run(files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])
+    assert load_config(files, ["train.steps=1"]).optimizer.warmup_steps == 1
+    assert load_config(files, ["train.steps=5"]).optimizer.warmup_steps == 2
+
+
+@pytest.mark.parametrize("in_file", [True, False])
+def test_warm_up_that_the_user_chose_is_not_shortened(in_file: bool, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("optimizer:\n  warmup_steps: 2\n" if in_file else "")
+    overrides = [] if in_file else ["optimizer.warmup_steps=2"]
+    with pytest.raises(ConfigError, match=r"optimizer\.warmup_steps=2 is more than train\.steps=1"):
+        load_config(["tiny_random", mine], ["train.steps=1", *overrides])
+
+
+def test_shortened_warm_up_is_read_back(tmp_path: Path) -> None:
+    config = load_config([], ["train.steps=1"])
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert load_config([tmp_path / "config.yaml"]) == config
+
+
 def test_store_is_in_the_run_folder_unless_told() -> None:
     assert store_paths(load_config([], ["run.dir=a"])) == (Path("a/memascend.store"),)
     assert store_paths(load_config([], ["offload.store=[/b, /c]"])) == (Path("/b"), Path("/c"))
