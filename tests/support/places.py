@@ -44,6 +44,7 @@ class BlockDevices:
             for begin in (0, size - (1 << 18)):
                 raw.seek(begin)
                 raw.write(bytes(1 << 18))
+            os.fsync(raw.fileno())
         return path
 
     def paths(self, place: str, folder: Path) -> list[Path]:

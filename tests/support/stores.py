@@ -70,7 +70,7 @@ def abandon(store: TensorStore) -> None:
 
 @contextlib.contextmanager
 def loop_device(image: Path, nbytes: int, *, sector: int = 512) -> Iterator[str]:
-    """Yields a block device over a new file; skips the test without root or loop devices."""
+    """Yields a block device over a new file, without partitions; skips the test without root or loop devices."""
     if os.geteuid() != 0 or shutil.which("losetup") is None:
         pytest.skip("loop devices need root and losetup")
     with image.open("wb") as file:
@@ -80,10 +80,21 @@ def loop_device(image: Path, nbytes: int, *, sector: int = 512) -> Iterator[str]
     if done.returncode != 0:
         pytest.skip(f"no loop device: {done.stderr.strip()}")
     device = done.stdout.strip()
+    held = os.open(device, os.O_RDONLY)
     try:
+        # The kernel detaches it at the last close, even when this process is killed.
+        subprocess.run(["losetup", "-d", device], check=True)
+        _drop_partitions(device)
         yield device
     finally:
-        subprocess.run(["losetup", "-d", device], check=False)
+        os.close(held)
+
+
+def _drop_partitions(device: str) -> None:
+    """Removes what a killed session left: the kernel keeps the partitions of a detached device."""
+    name = Path(device).name
+    for left in Path("/sys/block", name).glob(f"{name}p*/partition"):
+        subprocess.run(["delpart", device, left.read_text().strip()], check=True)
 
 
 @contextlib.contextmanager
@@ -95,7 +106,14 @@ def mounted(device: str, folder: Path, *options: str) -> Iterator[Path]:
     )
     if done.returncode != 0:
         pytest.skip(f"cannot mount: {done.stderr.strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", str(folder)], check=False)
+    # It unmounts when the pipe closes, even when this process is killed: a mount would keep its device for ever.
+    unmount = 'read -r _; umount "$0" || umount -l "$0"'
+    with subprocess.Popen(
+        ["sh", "-c", unmount, str(folder)], stdin=subprocess.PIPE, start_new_session=True
+    ) as guard:
+        assert guard.stdin is not None
+        try:
+            yield folder
+        finally:
+            guard.stdin.close()
+            guard.wait()

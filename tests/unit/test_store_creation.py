@@ -69,6 +69,8 @@ def test_measuring_a_device_changes_nothing_when_the_store_is_refused(tmp_path: 
             with open(device, "r+b") as raw:
                 raw.seek(3 << 20)
                 raw.write(b"in the middle" * 100_000)
+                raw.flush()
+                os.fsync(raw.fileno())  # The device stays open elsewhere, so closing it writes nothing back.
         before = [image.read_bytes() for image in images]
         with pytest.raises(StoreError, match="device is too small"):
             TensorStore.create([one, two], capacity="64MiB", weights="measure")
