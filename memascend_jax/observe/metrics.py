@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``metrics.jsonl``: one line per step, durable before the step is committed, cut back when a run is resumed."""
+"""``metrics.jsonl``: one line per step, durable before the step is committed, cut back when a run is resumed.
+
+The update of a step runs beside the next step, whose line has its bytes and what was waited for it. Where a run ends or
+stops, a line with ``"drain": true`` has those of the last update.
+"""
 
 from __future__ import annotations
 
@@ -79,14 +83,19 @@ class MetricsFile:
         self.close()
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Returns the whole lines of a metrics file; a last line that is still being written is left out."""
+def read_lines(path: Path, *, drain: bool = False) -> list[dict[str, Any]]:
+    """Returns the lines of the steps (``drain``: of the last update instead).
+
+    A last line that is still being written is left out.
+    """
     lines = []
     for text in path.read_text(encoding="utf-8").splitlines():
         try:
-            lines.append(json.loads(text))
+            line = json.loads(text)
         except ValueError:
             break
+        if line.get("drain", False) == drain:
+            lines.append(line)
     return lines
 
 

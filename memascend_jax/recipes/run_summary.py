@@ -14,8 +14,10 @@ from memascend_jax.training.run_state import RunState
 _SPLIT = ("step_seconds", *SPANS, "compute")
 
 
-def summarise(state: RunState, plan: RunPlan, lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the contents of ``summary.json``.
+def summarise(
+    state: RunState, plan: RunPlan, lines: Sequence[dict[str, Any]], drains: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """Returns the contents of ``summary.json`` from the lines of the steps and of the last update.
 
     Times and bytes per step are medians over all steps but the first, which compiles; peaks are over the run.
     """
@@ -43,8 +45,8 @@ def summarise(state: RunState, plan: RunPlan, lines: Sequence[dict[str, Any]]) -
         "step_seconds_median": split["step_seconds"],
         "tokens_per_second": round(tokens / seconds, 2),
         **split,
-        "ssd_read_bytes": sum(line["ssd_read_bytes"] for line in lines),
-        "ssd_write_bytes": sum(line["ssd_write_bytes"] for line in lines),
+        "ssd_read_bytes": sum(line["ssd_read_bytes"] for line in (*lines, *drains)),
+        "ssd_write_bytes": sum(line["ssd_write_bytes"] for line in (*lines, *drains)),
         "ssd_read_bytes_per_step": round(statistics.median(line["ssd_read_bytes"] for line in steady)),
         "ssd_write_bytes_per_step": round(statistics.median(line["ssd_write_bytes"] for line in steady)),
         "planned_ssd_read_bytes_per_step": plan.ssd_read_bytes_per_step,

@@ -20,6 +20,7 @@ from memascend_jax.training.forward_backward import StreamedModel
 from memascend_jax.training.memory_placement import MemoryPlacement
 from memascend_jax.training.placement import Placement
 from memascend_jax.training.plan import RunPlan, spool_slot_bytes
+from memascend_jax.training.rows_ahead import RowsAhead
 from memascend_jax.training.ssd_placement import SsdPlacement
 from memascend_jax.training.stage_functions import StageFunctions
 from memascend_jax.training.step import TrainStep
@@ -58,10 +59,11 @@ def open_session(
     pool = SlotPool(arena, plan.size_classes)
     transfer = make_transfer(jax.local_devices()[0])
     placement = _build_placement(plan, store, pool, transfer, clock)
-    model = _build_model(plan, placement, clock)
+    rows = RowsAhead(placement)
+    model = _build_model(plan, placement, clock, rows)
     try:
         yield Session(
-            placement, model, _build_step(config, plan, model, placement, total_steps), clock, arena
+            placement, model, _build_step(config, plan, model, placement, rows, total_steps), clock, arena
         )
     except BaseException:
         with suppress(Exception):
@@ -87,7 +89,7 @@ def _build_placement(
     )
 
 
-def _build_model(plan: RunPlan, placement: Placement, clock: StepClock) -> StreamedModel:
+def _build_model(plan: RunPlan, placement: Placement, clock: StepClock, rows: RowsAhead) -> StreamedModel:
     fmt = plan.layout.format
     stages = LlamaStages(plan.layout.config, fmt.param_dtype)
     functions = StageFunctions(stages, fmt.grad_dtype)
@@ -96,17 +98,25 @@ def _build_model(plan: RunPlan, placement: Placement, clock: StepClock) -> Strea
         functions,
         placement,
         clock,
+        rows_ahead=rows,
         capacity=plan.capacity,
         prefetch_depth=plan.depths.prefetch_depth,
     )
 
 
 def _build_step(
-    config: Config, plan: RunPlan, model: StreamedModel, placement: Placement, total_steps: int
+    config: Config,
+    plan: RunPlan,
+    model: StreamedModel,
+    placement: Placement,
+    rows: RowsAhead,
+    total_steps: int,
 ) -> TrainStep:
     optimizer = config.optimizer
     hyper = AdamW(b1=optimizer.b1, b2=optimizer.b2, eps=optimizer.eps)
-    updater = Updater(plan.layout, placement, hyper, decayed_tensors(plan.layout, optimizer.weight_decay))
+    updater = Updater(
+        plan.layout, placement, hyper, decayed_tensors(plan.layout, optimizer.weight_decay), rows
+    )
     schedule = build_schedule(
         optimizer.schedule,
         optimizer.learning_rate,

@@ -41,7 +41,7 @@ Checksums = npt.NDArray[np.uint32]
 
 
 class TileIo:
-    """The store's traffic. ``write_lock`` is held by whoever writes or commits, ``lock`` guards the tile table."""
+    """The store's traffic. ``write_lock`` is held by who writes tiles or commits, ``lock`` guards the tile table."""
 
     def __init__(self, volume: Volume, table: TileTable, *, check_reads: bool) -> None:
         self.volume = volume
@@ -64,8 +64,11 @@ class TileIo:
         self, requests: Requests, keepalive: object = None, check: bool = False, urgent: bool = False
     ) -> Ticket:
         """Starts ``requests``; see ``Batch.submit``. ``check``: compare checksums in ``wait``."""
-        if not requests.writes and not requests.scratch_writes:
+        if not requests.writes:
+            # Scratch is outside generations: it may be written while a commit waits for the disk.
             with self.lock:
+                if requests.scratch_writes:
+                    self.check_writable()
                 return self._submit(requests, [], [], keepalive, check or self._check_reads, urgent)
         with self.write_lock:
             self.check_writable()

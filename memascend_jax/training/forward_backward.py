@@ -24,6 +24,7 @@ from memascend_jax.training.gradients import RowGradient, StepGradients
 from memascend_jax.training.model_layout import ModelLayout
 from memascend_jax.training.placement import Placement
 from memascend_jax.training.prefetch import Prefetcher
+from memascend_jax.training.rows_ahead import RowsAhead
 from memascend_jax.training.stage_functions import Arrays, StageFunctions, zeros
 from memascend_jax.training.stage_schedule import (
     HEAD,
@@ -57,9 +58,11 @@ class StreamedModel:
         placement: Placement,
         clock: StepClock,
         *,
+        rows_ahead: RowsAhead,
         capacity: dict[str, int],
         prefetch_depth: int,
     ) -> None:
+        self.rows_ahead = rows_ahead
         self.layout = layout
         self.functions = functions
         self.placement = placement
@@ -75,14 +78,18 @@ class StreamedModel:
         self._forward = forward_sequence(layout.n_layers, layout.n_head_tiles)
         self._forward_actions = plan_actions(self._forward, capacity, prefetch_depth)
 
-    def loss_and_gradients(self, micro_batches: Sequence[Microbatch]) -> tuple[float, StepGradients]:
+    def loss_and_gradients(
+        self, micro_batches: Sequence[Microbatch], rows: BatchRows
+    ) -> tuple[float, StepGradients]:
         """Returns the mean loss over the trained tokens of the step, and its gradients, put away.
 
         The mean is over all micro-batches together, so that any split into micro-batches agrees.
+
+        Args:
+            rows: of these micro-batches; the gradients have a row for each of ``rows.rows``.
         """
         n_trained = sum(float(micro_batch.weights.sum()) for micro_batch in micro_batches)
         scale = jax.device_put(np.float32(1.0 / n_trained))
-        rows = collect_rows(micro_batches, self.layout.config.vocab_size)
         gradients = StepGradients(self.placement)
         with Prefetcher(self.placement, self._training, self._training_actions) as stages:
             batches, xs = self._embed(micro_batches, rows)
@@ -126,9 +133,9 @@ class StreamedModel:
     def _embed(
         self, micro_batches: Sequence[Microbatch], rows: BatchRows
     ) -> tuple[list[DeviceBatch], list[jax.Array]]:
-        values = self.placement.read_rows(EMBED_NAME, rows.rows)
+        values = self.rows_ahead.read(EMBED_NAME, rows.used)
         table = np.zeros((len(rows.padded), self._hidden), values.dtype)
-        table[: len(values)] = values
+        table[np.searchsorted(rows.rows, rows.used)] = values
         with self._clock.span("host_to_device"):
             device_table = jax.device_put(table)
             batches = [

@@ -75,7 +75,7 @@ def _next_tokens(
     functions = model.functions
     rows, inverse = np.unique(tokens, return_inverse=True)
     table = np.zeros((tokens.size, model.layout.config.hidden_size), model.param_dtype)
-    table[: len(rows)] = model.placement.read_rows(EMBED_NAME, rows.astype(np.int64))
+    table[: len(rows)] = model.rows_ahead.read(EMBED_NAME, rows.astype(np.int64))
     x: Any = functions.embed(table, inverse.reshape(tokens.shape).astype(np.int32))
     with model.forward_stages() as stages:
         for layer in range(model.layout.n_layers):

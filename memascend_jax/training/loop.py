@@ -11,7 +11,7 @@ import numpy as np
 
 from memascend_jax.data.batches import BatchOrder
 from memascend_jax.data.packing import Microbatch, PackedExamples
-from memascend_jax.errors import StoppedError
+from memascend_jax.errors import NonfiniteError, StoppedError
 from memascend_jax.memory.meter import Meter
 from memascend_jax.observe.step_clock import StepClock
 from memascend_jax.training.forward_backward import StreamedModel
@@ -66,6 +66,7 @@ class Trainer:
         self._clock = clock
         self._meter = meter
         self._metrics = metrics
+        self._counted = (0, 0)
         self._fixed = {"planned_host_bytes": planned_host_bytes, "pinned_bytes": pinned_bytes}
 
     def train(
@@ -79,8 +80,8 @@ class Trainer:
     ) -> RunState:
         """Trains until ``total_steps`` and returns the last committed state.
 
-        A metrics line is durable before its step is committed. A commit runs beside the next step's forward; what
-        that step waits for it counts in its line.
+        A metrics line is durable before its step is committed. The update and the commit run beside the next step; what
+        that step waits for them counts in its line.
 
         Args:
             on_line: told each line, for progress.
@@ -92,16 +93,18 @@ class Trainer:
         """
         self.placement.finish_commit()
         self._clock.lap()
-        read_before, written_before = self.placement.io_bytes()
+        self._counted = self.placement.io_bytes()
         while state.step < total_steps:
             if stop.requested:
-                self.placement.finish_commit()
+                self._drain(state.step)
                 raise StoppedError(f"stopped by {stop.signal_name} after step {state.step} of {total_steps}")
             step = state.step + 1
-            result = self._train_step(step, data.of_step(step))
-            read, written = self.placement.io_bytes()
-            line = self._line(result, read - read_before, written - written_before)
-            read_before, written_before = read, written
+            try:
+                result = self._train_step(step, data.of_step(step), data.of_step(step + 1))
+            except NonfiniteError:
+                self._drain(state.step)
+                raise
+            line = self._line(result)
             extra = {
                 "loss_last": result.loss,
                 "seconds": state.results.get("seconds", 0.0) + line["step_seconds"],
@@ -112,10 +115,21 @@ class Trainer:
             self.placement.begin_commit(state.encode())
             on_line(line)
             state = after_step(state)
-        self.placement.finish_commit()
+        self._drain(state.step)
         return state
 
-    def _line(self, result: StepResult, read_bytes: int, written_bytes: int) -> Line:
+    def _drain(self, step: int) -> None:
+        """Waits until ``step`` is committed; its update has a line of its own, for no step follows."""
+        self.placement.finish_commit()
+        self._metrics.write({"step": step, "drain": True, **self._clock.lap(), **self._moved_bytes()})
+
+    def _moved_bytes(self) -> dict[str, int]:
+        """The bytes moved since the last call."""
+        (read_before, written_before), self._counted = self._counted, self.placement.io_bytes()
+        read, written = self._counted
+        return {"ssd_read_bytes": read - read_before, "ssd_write_bytes": written - written_before}
+
+    def _line(self, result: StepResult) -> Line:
         memory = self._meter.snapshot()
         return {
             "step": result.step,
@@ -126,8 +140,7 @@ class Trainer:
             "skipped_steps": 0,
             "tokens": result.tokens,
             **self._clock.lap(),
-            "ssd_read_bytes": read_bytes,
-            "ssd_write_bytes": written_bytes,
+            **self._moved_bytes(),
             "host_rss_bytes": memory.rss_bytes,
             "host_peak_bytes": memory.peak_rss_bytes,
             **self._fixed,

@@ -13,7 +13,14 @@ from memascend_jax.dtypes import to_dtype
 from memascend_jax.memory.pool import Lease, SlotPool
 from memascend_jax.observe.step_clock import StepClock
 from memascend_jax.optim.state_format import itemsize
-from memascend_jax.training.model_layout import GRADIENT, PARAMETER, ModelLayout, StagePart, UpdatePiece
+from memascend_jax.training.model_layout import (
+    GRADIENT,
+    PARAMETER,
+    ModelLayout,
+    StagePart,
+    UpdatePiece,
+    leaf_name,
+)
 from memascend_jax.training.placement import LoadedGroup
 from memascend_jax.training.slot_classes import gradient_name, memory_classes, memory_contents
 from memascend_jax.training.stage_schedule import StageKey
@@ -28,6 +35,7 @@ class MemoryPlacement:
 
     def __init__(self, layout: ModelLayout, pool: SlotPool, transfer: Transfer, clock: StepClock) -> None:
         self.version = 0
+        self.overlaps_update = False
         self._layout = layout
         self._transfer = transfer
         self._clock = clock
@@ -40,9 +48,9 @@ class MemoryPlacement:
     def load(self, key: StageKey) -> MemoryStage:
         return MemoryStage(self, self._layout.stage_parts[key])
 
-    def read_rows(self, tensor: str, rows: NDArray[np.int64]) -> NDArray[Any]:
+    def read_rows(self, tensor: str, rows: NDArray[np.int64], leaf: str = PARAMETER) -> NDArray[Any]:
         vocab, columns = self._layout.shape_of(tensor)
-        table = self._views[tensor][: vocab * columns].reshape(vocab, columns)
+        table = self._views[leaf_name(tensor, leaf)][: vocab * columns].reshape(vocab, columns)
         return np.ascontiguousarray(table[rows])
 
     def spool(self, tensor: str, start: int, gradient: jax.Array, n_elements: int) -> None:
@@ -52,13 +60,16 @@ class MemoryPlacement:
             address = self._leases[gradient_name(tensor)].address + start * size
             self._transfer.copy_out(gradient, address, 0, n_elements * size)
 
-    def update(self, skip_gradient: frozenset[str], apply: Callable[[LoadedGroup], None]) -> None:
+    def begin_update(self, skip_gradient: frozenset[str], apply: Callable[[LoadedGroup], None]) -> None:
         for tensor in skip_gradient:
             self._views[gradient_name(tensor)].view(np.uint8)[:] = 0
         with self._clock.span("optimizer"):
             for group in self._layout.update_groups:
                 apply(LoadedGroup(group, self._address, self._view))
         self.version += 1
+
+    def finish_update(self) -> None:
+        pass
 
     def write(self, tensor: str, start: int, values: NDArray[Any]) -> None:
         self._views[tensor][start : start + values.size] = values.reshape(-1)
@@ -81,9 +92,7 @@ class MemoryPlacement:
             lease.release()
 
     def _name(self, piece: UpdatePiece, leaf: str) -> str:
-        if leaf == PARAMETER:
-            return piece.tensor
-        return gradient_name(piece.tensor) if leaf == GRADIENT else piece.tensor + leaf
+        return gradient_name(piece.tensor) if leaf == GRADIENT else leaf_name(piece.tensor, leaf)
 
     def _address(self, piece: UpdatePiece, leaf: str) -> int:
         name = self._name(piece, leaf)

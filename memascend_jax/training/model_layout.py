@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from memascend_jax.models.shapes import (
+    EMBED_NAME,
     NORM_NAME,
     LlamaConfig,
     TensorShape,
@@ -75,6 +76,8 @@ class ModelLayout:
 
     Attributes:
         tensors: every parameter, in forward order: embedding, layers, final norm, untied head.
+        update_groups: in the order in which the next forward needs them: layers, final norm, head. The embedding comes
+            last, tied or not; the rows that a step uses are updated ahead of it.
         tile_elements: optimizer tile of each parameter, in elements.
         head_rows: vocabulary rows of one head tile.
     """
@@ -107,6 +110,16 @@ class ModelLayout:
     def shape_of(self, tensor: str) -> tuple[int, ...]:
         return next(known.shape for known in self.tensors if known.name == tensor)
 
+    def leaf_dtype(self, leaf: str) -> str:
+        """Returns the dtype of ``PARAMETER``, ``GRADIENT`` or a leaf of the state format."""
+        own = {PARAMETER: self.format.param_dtype, GRADIENT: self.format.grad_dtype}
+        return own.get(leaf) or dict(self.format.leaves)[leaf]
+
+
+def leaf_name(tensor: str, leaf: str) -> str:
+    """Returns the store's name of a parameter (``PARAMETER``) or of one of its state leaves."""
+    return tensor if leaf == PARAMETER else tensor + leaf
+
 
 def plan_layout(
     config: LlamaConfig, fmt: StateFormat, *, target_tile_elements: int, target_head_bytes: int
@@ -120,7 +133,8 @@ def plan_layout(
     tensors = tuple(tensor_shapes(config))
     tiles = {tensor.name: tile_elements(tensor.shape, target_tile_elements) for tensor in tensors}
     row_bytes = config.hidden_size * itemsize(fmt.param_dtype)
-    head_rows = _head_rows(config.vocab_size, row_bytes, target_head_bytes)
+    tile_rows, apart = divmod(tiles[head_weight_name(config)], config.hidden_size)
+    head_rows = _head_rows(config.vocab_size, row_bytes, target_head_bytes, 0 if apart else tile_rows)
     n_head_tiles = -(-config.vocab_size // head_rows)
     return ModelLayout(
         config=config,
@@ -134,9 +148,12 @@ def plan_layout(
     )
 
 
-def _head_rows(vocab_size: int, row_bytes: int, target_bytes: int) -> int:
+def _head_rows(vocab_size: int, row_bytes: int, target_bytes: int, tile_rows: int) -> int:
+    """Returns the rows of a head tile: whole optimizer tiles where one of ``tile_rows`` rows is small enough."""
     # A tile begins on a block: rows come in groups whose bytes are whole blocks (in bf16 and wider).
     group = BLOCK_BYTES // math.gcd(BLOCK_BYTES, row_bytes)
+    if tile_rows > 0 and tile_rows * row_bytes <= target_bytes:
+        group = tile_rows
     if vocab_size <= group:
         return vocab_size
     n_tiles = max(1, -(-vocab_size * row_bytes // target_bytes))
@@ -168,15 +185,18 @@ def _stage_parts(
 def _update_groups(
     tensors: Sequence[TensorShape], tiles: Mapping[str, int], fmt: StateFormat, target: int
 ) -> Iterator[UpdateGroup]:
+    """Groups never cross stages, so that a stage's parameters never wait for those of the next."""
     pieces: list[UpdatePiece] = []
     used = elements = 0
-    for tensor in tensors:
+    stage = ""
+    for tensor in sorted(tensors, key=lambda tensor: tensor.name == EMBED_NAME):
         total, size = math.prod(tensor.shape), tiles[tensor.name]
         for tile, start in enumerate(range(0, total, size)):
             n = min(size, total - start)
-            if pieces and elements + n > target:
+            if pieces and (elements + n > target or _stage_name(tensor.name) != stage):
                 yield UpdateGroup(tuple(pieces), used)
                 pieces, used, elements = [], 0, 0
+            stage = _stage_name(tensor.name)
             offsets: dict[str, int] = {}
             for leaf, dtype in _leaves(fmt):
                 offsets[leaf] = used
@@ -185,6 +205,13 @@ def _update_groups(
             elements += n
     if pieces:
         yield UpdateGroup(tuple(pieces), used)
+
+
+def _stage_name(tensor: str) -> str:
+    """Returns a layer's prefix, such as ``model.layers.3``; any other tensor is a stage of its own."""
+    if tensor.startswith(_LAYER_PREFIX):
+        return _LAYER_PREFIX + tensor.removeprefix(_LAYER_PREFIX).split(".", 1)[0]
+    return tensor
 
 
 def _leaves(fmt: StateFormat) -> Iterator[tuple[str, str]]:

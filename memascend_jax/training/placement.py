@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from memascend_jax.training.model_layout import UpdateGroup, UpdatePiece
+from memascend_jax.training.model_layout import PARAMETER, UpdateGroup, UpdatePiece
 from memascend_jax.training.stage_schedule import StageKey
 
 if TYPE_CHECKING:
@@ -49,12 +49,17 @@ class Placement(Protocol):
     """The interface between the step and wherever the state lives."""
 
     version: int
+    #: Whether an update goes on beside the next forward, so that rows needed first are worth updating ahead.
+    overlaps_update: bool
 
     def load(self, key: StageKey) -> LoadedStage:
         """Starts reading a stage; waits only for memory."""
 
-    def read_rows(self, tensor: str, rows: NDArray[np.int64]) -> NDArray[Any]:
-        """Returns ``[len(rows), columns]`` of a row-accessed parameter, as an array that the caller owns."""
+    def read_rows(self, tensor: str, rows: NDArray[np.int64], leaf: str = PARAMETER) -> NDArray[Any]:
+        """Returns ``[len(rows), columns]`` of the embedding or of one of its state leaves; the caller owns the array.
+
+        Waits for an update that is under way.
+        """
 
     def spool(self, tensor: str, start: int, gradient: jax.Array, n_elements: int) -> None:
         """Puts away the first ``n_elements`` of a rounded gradient that begins at element ``start`` of ``tensor``.
@@ -62,12 +67,18 @@ class Placement(Protocol):
         Waits for the array to be computed; it may go afterwards.
         """
 
-    def update(self, skip_gradient: frozenset[str], apply: Callable[[LoadedGroup], None]) -> None:
-        """Calls ``apply`` on every update group in forward order and puts the results back.
+    def begin_update(self, skip_gradient: frozenset[str], apply: Callable[[LoadedGroup], None]) -> None:
+        """Starts calling ``apply`` on every update group in forward order, and putting the results back.
+
+        Stages and rows that are loaded from now on are of the new version. ``apply`` may be called on another thread.
+        Waits for the commit that is under way; a failure of the update is raised by whoever needs its results.
 
         Args:
             skip_gradient: parameters that have no spooled gradient: their gradient memory is zeroed instead.
         """
+
+    def finish_update(self) -> None:
+        """Waits for the end of the update that ``begin_update`` started."""
 
     def write(self, tensor: str, start: int, values: NDArray[Any]) -> None:
         """Initialises elements of a tensor or state leaf; ``start`` on a tile boundary, whole tiles."""
@@ -76,13 +87,13 @@ class Placement(Protocol):
         """Returns a copy of elements of a tensor or state leaf."""
 
     def begin_commit(self, run_state: bytes) -> None:
-        """Starts making everything written so far the next generation; reads go on meanwhile.
+        """Starts making the update under way and everything written before the next generation.
 
         The next update, write or commit waits for it; a failure is raised there or by ``finish_commit``.
         """
 
     def finish_commit(self) -> None:
-        """Waits until the generation that ``begin_commit`` started is on disk."""
+        """Waits until the update, and the generation that ``begin_commit`` started, are on disk."""
 
     def io_bytes(self) -> tuple[int, int]:
         """Returns the bytes read from and written to SSD so far."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One training step: forward and backward, the global norm, the update, the commit."""
+"""One training step: forward and backward, the global norm, and the beginning of the update."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from memascend_jax.data.packing import Microbatch
 from memascend_jax.errors import NonfiniteError
 from memascend_jax.optim.adamw import UpdateScale
+from memascend_jax.training.batch_rows import collect_rows
 from memascend_jax.training.forward_backward import StreamedModel
 from memascend_jax.training.update import Updater, clip_scale
 
@@ -47,13 +48,21 @@ class TrainStep:
         self._schedule = schedule
         self._clip_norm = clip_norm
 
-    def __call__(self, step: int, micro_batches: Sequence[Microbatch]) -> StepResult:
+    def __call__(
+        self, step: int, micro_batches: Sequence[Microbatch], following: Sequence[Microbatch]
+    ) -> StepResult:
         """Trains step ``step`` (from 1) on ``micro_batches``; the caller commits.
+
+        The update has begun when this returns; whatever needs its results waits for it.
+
+        Args:
+            following: what the next step will train on: its embedding rows are updated first.
 
         Raises:
             NonfiniteError: the loss or a gradient is inf or nan; nothing was updated.
         """
-        loss, gradients = self._model.loss_and_gradients(micro_batches)
+        rows = collect_rows(micro_batches, self._model.layout.config.vocab_size, following)
+        loss, gradients = self._model.loss_and_gradients(micro_batches, rows)
         if not math.isfinite(loss):
             raise NonfiniteError(
                 f"the loss of step {step} is {loss}; nothing of this step was applied. "
@@ -61,6 +70,7 @@ class TrainStep:
             )
         norm = gradients.global_norm()
         learning_rate = self._schedule(step - 1)
-        self._updater.apply(gradients, UpdateScale(step, learning_rate, clip_scale(norm, self._clip_norm)))
+        scale = UpdateScale(step, learning_rate, clip_scale(norm, self._clip_norm))
+        self._updater.begin(gradients, scale, rows.ahead)
         tokens = sum(int(micro_batch.weights.sum()) for micro_batch in micro_batches)
         return StepResult(step, loss, learning_rate, norm, tokens)

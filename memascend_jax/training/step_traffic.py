@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The SSD bytes that a step moves, phase by phase, whole blocks counted. Pure.
 
+The update of the step before runs beside the forward, which receives each stage's parameters from memory: the first
+use of a stage reads nothing. The first step of a run has no update, and what follows the last one has nothing else.
+
 The run's counters are held to the sum; ``training.step_time`` makes seconds of the phases.
 """
 
@@ -16,13 +19,12 @@ from memascend_jax.training.model_layout import ModelLayout
 from memascend_jax.training.stage_schedule import (
     Action,
     count_loads,
-    forward_sequence,
     plan_actions,
     training_sequence,
 )
 from memascend_jax.units import round_up
 
-FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
+FORWARD, BACKWARD = "forward", "backward"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,37 +39,41 @@ class PhaseTraffic:
 def step_traffic(
     layout: ModelLayout, capacity: Mapping[str, int], prefetch_depth: int, step_tokens: int
 ) -> tuple[PhaseTraffic, ...]:
-    """Returns the traffic of forward, backward and update.
+    """Returns the traffic of the forward, with the update of the step before, and of the backward.
 
     Args:
         capacity: resident keys of each stage kind, as for ``plan_actions``.
-        prefetch_depth: uses ahead that a stage is read; a read belongs to the phase that it is issued in.
+        prefetch_depth: uses ahead that a stage is read.
         step_tokens: tokens of all micro-batches: the embedding is read by their rows.
     """
     actions = plan_actions(training_sequence(layout.n_layers, layout.n_head_tiles), capacity, prefetch_depth)
-    turn = len(forward_sequence(layout.n_layers, layout.n_head_tiles))
     update_read, update_write = _update_bytes(layout)
     gradients = _gradient_bytes(layout)
     return (
-        PhaseTraffic(FORWARD, _load_bytes(layout, actions[:turn]) + _row_bytes(layout, step_tokens), 0),
-        PhaseTraffic(BACKWARD, _load_bytes(layout, actions[turn:]), gradients),
-        PhaseTraffic(UPDATE, gradients + update_read, update_write),
+        PhaseTraffic(FORWARD, _row_bytes(layout, step_tokens) + gradients + update_read, update_write),
+        PhaseTraffic(BACKWARD, _reload_bytes(layout, actions), gradients),
     )
 
 
-def _load_bytes(layout: ModelLayout, actions: Sequence[Action]) -> int:
+def _reload_bytes(layout: ModelLayout, actions: Sequence[Action]) -> int:
+    """Bytes of the stages that are read again after they were dropped."""
     dtype = layout.format.param_dtype
     return sum(
-        count * sum(_blocks(part.n_elements, dtype) for part in layout.stage_parts[key])
+        (count - 1) * sum(_blocks(part.n_elements, dtype) for part in layout.stage_parts[key])
         for key, count in count_loads(actions).items()
     )
 
 
 def _row_bytes(layout: ModelLayout, step_tokens: int) -> int:
-    row = layout.config.hidden_size * itemsize(layout.format.param_dtype)
-    # Rows of one block are read once: never more than the table.
-    table = round_up(layout.config.vocab_size * row, BLOCK_BYTES)
-    return min(step_tokens * _row_span(row), table)
+    """Bytes of the state of the embedding rows that a step uses, all different ones: they are updated first."""
+    fmt = layout.format
+    total = 0
+    for dtype in [dtype for _, dtype in fmt.leaves] + ([] if fmt.has_master else [fmt.param_dtype]):
+        row = layout.config.hidden_size * itemsize(dtype)
+        # Rows of one block are read once: never more than the table.
+        table = round_up(layout.config.vocab_size * row, BLOCK_BYTES)
+        total += min(step_tokens * _row_span(row), table)
+    return total
 
 
 def _row_span(row_bytes: int) -> int:

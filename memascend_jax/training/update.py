@@ -1,17 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer update of one step over a placement, tile by tile in forward order."""
+"""The optimizer update of one step over a placement, tile by tile in forward order.
+
+The embedding rows of the next step are needed before everything else. They are updated ahead, in memory; their tiles'
+turn comes last, from the same state and gradients, with the same result.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from memascend_jax.dtypes import to_dtype
+from memascend_jax.models.shapes import EMBED_NAME
 from memascend_jax.optim.adamw import AdamW, TileAddresses, UpdateScale, update_tile
 from memascend_jax.optim.state_format import MASTER, MU, NU
 from memascend_jax.training.gradients import RowGradient, StepGradients
 from memascend_jax.training.model_layout import GRADIENT, PARAMETER, ModelLayout, UpdatePiece
 from memascend_jax.training.placement import LoadedGroup, Placement
+from memascend_jax.training.rows_ahead import RowsAhead
+
+#: Of the state of rows that are updated ahead this much is in memory at a time.
+_ROWS_BYTES = 2 << 20
 
 
 def decayed_tensors(layout: ModelLayout, weight_decay: float) -> dict[str, float]:
@@ -33,43 +46,77 @@ class Updater:
         placement: Placement,
         hyper: AdamW,
         weight_decay: Mapping[str, float],
+        rows: RowsAhead,
     ) -> None:
+        self.rows = rows
         self._layout = layout
         self._placement = placement
         self._hyper = hyper
         self._weight_decay = weight_decay
 
-    def apply(self, gradients: StepGradients, scale: UpdateScale) -> None:
-        """Updates all parameters, masters and moments. The update is dense: untouched rows' moments decay too."""
+    def begin(self, gradients: StepGradients, scale: UpdateScale, rows_ahead: NDArray[np.int64]) -> None:
+        """Starts the update of all parameters, masters and moments.
+
+        It is dense: the moments of untouched rows decay too.
+
+        Args:
+            rows_ahead: ``[n]`` ascending, embedding rows that the next step uses; ``gradients`` has a row for each.
+        """
+        # The state of the last step must be whole before rows of it are read, and before tiles are overwritten.
+        self._placement.finish_commit()
+        self.rows.forget()
+        if self._placement.overlaps_update and gradients.table_gradient is not None:
+            self.rows.keep(rows_ahead, self._updated_rows(gradients.table_gradient, scale, rows_ahead))
         without = frozenset(tensor.name for tensor in self._layout.tensors) - gradients.spooled
-        self._placement.update(without, self._tile_update(gradients, scale))
+        self._placement.begin_update(without, self._tile_update(gradients, scale))
+
+    def _updated_rows(
+        self, gradient: RowGradient, scale: UpdateScale, wanted: NDArray[np.int64]
+    ) -> NDArray[Any]:
+        """Returns ``[n, columns]``: the new embedding rows ``wanted``, the store as it was."""
+        fmt, columns = self._layout.format, gradient.values.shape[1]
+        out = np.empty((len(wanted), columns), to_dtype(fmt.param_dtype))
+        leaves = [leaf for leaf, _ in fmt.leaves] + ([] if fmt.has_master else [PARAMETER])
+        step = max(1, _ROWS_BYTES // (columns * fmt.stored_bytes))
+        for begin in range(0, len(wanted), step):
+            rows = wanted[begin : begin + step]
+            state = {leaf: self._placement.read_rows(EMBED_NAME, rows, leaf) for leaf in leaves}
+            grad = np.ascontiguousarray(gradient.values[np.searchsorted(gradient.rows, rows)])
+            param = out[begin : begin + step] if fmt.has_master else state[PARAMETER]
+            arrays = {**state, GRADIENT: grad, PARAMETER: param}
+            addresses = {leaf: array.ctypes.data for leaf, array in arrays.items()}
+            self._update(EMBED_NAME, addresses.__getitem__, grad.size, scale)
+            out[begin : begin + step] = param
+        return out
 
     def _tile_update(self, gradients: StepGradients, scale: UpdateScale) -> Callable[[LoadedGroup], None]:
         def update(loaded: LoadedGroup) -> None:
             for piece in loaded.group.pieces:
                 if piece.tensor == gradients.table and gradients.table_gradient is not None:
                     self._overlay_rows(loaded, piece, gradients.table_gradient)
-                self._update_piece(loaded, piece, scale)
+                self._update(piece.tensor, partial(loaded.address, piece), piece.n_elements, scale)
 
         return update
 
-    def _update_piece(self, loaded: LoadedGroup, piece: UpdatePiece, scale: UpdateScale) -> None:
+    def _update(
+        self, tensor: str, address: Callable[[str], int], n_elements: int, scale: UpdateScale
+    ) -> None:
         fmt = self._layout.format
-        parameter = loaded.address(piece, PARAMETER)
+        parameter = address(PARAMETER)
         update_tile(
             TileAddresses(
-                master=loaded.address(piece, MASTER) if fmt.has_master else parameter,
-                mu=loaded.address(piece, MU),
-                nu=loaded.address(piece, NU),
-                grad=loaded.address(piece, GRADIENT),
+                master=address(MASTER) if fmt.has_master else parameter,
+                mu=address(MU),
+                nu=address(NU),
+                grad=address(GRADIENT),
                 param=parameter if fmt.has_master else 0,
-                n_elements=piece.n_elements,
+                n_elements=n_elements,
             ),
             self._hyper,
             scale,
             grad_dtype=fmt.grad_dtype,
             param_dtype=fmt.param_dtype,
-            weight_decay=self._weight_decay[piece.tensor],
+            weight_decay=self._weight_decay[tensor],
         )
 
     def _overlay_rows(self, loaded: LoadedGroup, piece: UpdatePiece, gradient: RowGradient) -> None:

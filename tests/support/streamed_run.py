@@ -35,7 +35,9 @@ class StreamedRun:
         """Trains steps 1 to ``steps``, committing each, and returns their losses."""
         losses = []
         for step in range(1, steps + 1):
-            losses.append(self.session.train_step(step, self.data.of_step(step)).loss)
+            losses.append(
+                self.session.train_step(step, self.data.of_step(step), self.data.of_step(step + 1)).loss
+            )
             self.session.placement.begin_commit(b"")
         self.session.placement.finish_commit()
         return losses

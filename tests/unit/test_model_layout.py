@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from memascend_jax.models.shapes import LlamaConfig
+from memascend_jax.models.shapes import EMBED_NAME, LlamaConfig
 from memascend_jax.optim.state_format import BLOCK_BYTES, itemsize, state_format, tile_elements
 from memascend_jax.training.model_layout import plan_layout
 from memascend_jax.training.stage_schedule import HEAD, LAYER
@@ -63,7 +63,31 @@ def test_update_groups_cover_every_element_once_in_forward_order(layout):
             position += piece.n_elements
         assert position == math.prod(tensor.shape)
     order = list(dict.fromkeys(piece.tensor for piece in seen))
-    assert order == [tensor.name for tensor in layout.tensors]
+    first, *others = [tensor.name for tensor in layout.tensors]
+    assert first == EMBED_NAME
+    assert order == [*others, first]
+
+
+def test_update_groups_stay_inside_a_stage(layout):
+    owner = {
+        part.tensor: key if key.kind == LAYER else key.kind
+        for key, parts in layout.stage_parts.items()
+        for part in parts
+    }
+    for group in layout.update_groups:
+        assert len({owner.get(piece.tensor) for piece in group.pieces}) == 1
+
+
+def test_head_tiles_are_whole_optimizer_tiles_where_rows_allow():
+    layout = plan_layout(
+        LlamaConfig.from_hf(SMOLLM2),
+        state_format("fp32", "bfloat16"),
+        target_tile_elements=1 << 20,
+        target_head_bytes=8 << 20,
+    )
+    tile = layout.tile_elements[layout.head_tensor]
+    assert layout.n_head_tiles > 1
+    assert layout.head_rows * layout.config.hidden_size % tile == 0
 
 
 def test_pieces_of_a_group_do_not_overlap_and_lie_on_blocks(layout):

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The update of a step on its own thread: tiles stream from SSD through the optimizer and back, in forward order.
+
+The next step's forward runs meanwhile and receives each updated parameter from memory. A group of tiles is updated
+once the forward has asked for its stage, so that no parameter has to be read back; ``finish`` lets the rest go ahead
+without a reader. Source of the order: the overlapped optimizer step of ZeRO-Infinity (arXiv 2104.07857), moved from
+the backward to the next forward because a clip needs the norm of all gradients first.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memascend_jax._native import _core
+from memascend_jax.dtypes import to_dtype
+from memascend_jax.errors import RunError
+from memascend_jax.memory.pool import Lease, SlotPool
+from memascend_jax.optim.state_format import itemsize
+from memascend_jax.storage.tensor_store import Scratch, TensorStore, Ticket
+from memascend_jax.training.model_layout import (
+    GRADIENT,
+    PARAMETER,
+    ModelLayout,
+    StagePart,
+    UpdateGroup,
+    UpdatePiece,
+)
+from memascend_jax.training.placement import LoadedGroup
+from memascend_jax.training.slot_classes import UPDATE
+
+
+@dataclass(slots=True)
+class Reception:
+    """Elements ``[start, end)`` of a tensor that go to ``address`` as they are updated; ``missing`` are to come."""
+
+    tensor: str
+    start: int
+    end: int
+    address: int
+    missing: int
+
+
+class UpdateStream:
+    """Runs one update at a time and hands its parameters over.
+
+    Threading: the update runs on ``executor``, everything else is called by the thread that drives the step.
+    """
+
+    def __init__(
+        self,
+        layout: ModelLayout,
+        store: TensorStore,
+        pool: SlotPool,
+        gradients: Mapping[str, Scratch],
+        executor: Executor,
+        *,
+        depth: int,
+    ) -> None:
+        self._layout = layout
+        self._store = store
+        self._pool = pool
+        self._gradients = gradients
+        self._executor = executor
+        self._depth = depth
+        self._sizes = {tensor.name: math.prod(tensor.shape) for tensor in layout.tensors}
+        self._streamed = {part.tensor for parts in layout.stage_parts.values() for part in parts}
+        self._changed = threading.Condition()
+        # Guarded by _changed:
+        self._running: Future[None] | None = None
+        self._updated: dict[str, int] = {}
+        self._receptions: list[Reception] = []
+        self._draining = self._abandoned = False
+
+    def start(self, skip_gradient: frozenset[str], apply: Callable[[LoadedGroup], None]) -> Future[None]:
+        """Starts the update of every group; the one before must be finished. Returns what ends with it."""
+        self._updated = dict.fromkeys(self._sizes, 0)
+        self._draining = False
+        self._running = self._executor.submit(self._run, skip_gradient, apply)
+        self._running.add_done_callback(self._wake)
+        return self._running
+
+    def receive(
+        self, parts: Sequence[StagePart], addresses: Sequence[int]
+    ) -> tuple[list[int], list[Reception]]:
+        """Asks for the parameters of a stage.
+
+        Returns:
+            For each part how many elements, from its start, are to be read from the store because the running update
+            is through with them, and the receptions of the others: ``wait`` for them.
+        """
+        with self._changed:
+            if self._running is None:
+                return [part.n_elements for part in parts], []
+            readable, receptions = [], []
+            for part, address in zip(parts, addresses, strict=True):
+                end = part.start + part.n_elements
+                start = min(max(part.start, self._updated[part.tensor]), end)
+                readable.append(start - part.start)
+                if start < end:
+                    begin = address + (start - part.start) * itemsize(self._layout.format.param_dtype)
+                    receptions.append(Reception(part.tensor, start, end, begin, end - start))
+            self._receptions += receptions
+            self._changed.notify_all()
+            return readable, receptions
+
+    def wait(self, receptions: Sequence[Reception]) -> None:
+        """Waits until all of ``receptions`` are there; raises what the update failed with."""
+        with self._changed:
+            running = self._running
+            self._changed.wait_for(
+                lambda: (
+                    all(reception.missing == 0 for reception in receptions)
+                    or running is None
+                    or running.done()
+                )
+            )
+        if any(reception.missing for reception in receptions):
+            if running is not None:
+                running.result()
+            raise RunError(f"the update ended without the parameters of {receptions[0].tensor}")
+
+    def cancel(self, receptions: Sequence[Reception]) -> None:
+        """Gives up receptions: their memory is not written to afterwards."""
+        with self._changed:
+            self._receptions = [known for known in self._receptions if known not in receptions]
+
+    def wait_consumed(self, tensor: str) -> None:
+        """Waits until the running update has read the whole gradient of ``tensor``."""
+        with self._changed:
+            running = self._running
+            if running is not None:
+                self._changed.wait_for(lambda: self._updated[tensor] == self._sizes[tensor] or running.done())
+
+    def finish(self) -> None:
+        """Waits for the end of the running update, which needs no reader from now on; raises what it failed with."""
+        with self._changed:
+            running, self._draining = self._running, True
+            self._changed.notify_all()
+        if running is not None:
+            running.result()
+            with self._changed:
+                self._running = None
+
+    def abandon(self) -> None:
+        """Ends the running update at its next group. The store then holds an uncommitted mixture."""
+        with self._changed:
+            self._abandoned = True
+            self._changed.notify_all()
+
+    def _run(self, skip_gradient: frozenset[str], apply: Callable[[LoadedGroup], None]) -> None:
+        reading: deque[tuple[UpdateGroup, Lease, Ticket]] = deque()
+        writing: deque[tuple[Ticket, Lease]] = deque()
+        try:
+            self._stream(skip_gradient, apply, reading, writing)
+        finally:
+            # After a failure the kernel may still be using these slots: wait before they are lent again.
+            for ticket, lease in [*((ticket, lease) for _, lease, ticket in reading), *writing]:
+                lease.defer(ticket)
+                lease.release()
+
+    def _stream(
+        self,
+        skip_gradient: frozenset[str],
+        apply: Callable[[LoadedGroup], None],
+        reading: deque[tuple[UpdateGroup, Lease, Ticket]],
+        writing: deque[tuple[Ticket, Lease]],
+    ) -> None:
+        upcoming = deque(self._layout.update_groups)
+        while upcoming or reading:
+            # Half of the slots read ahead, the others are computed on or being written.
+            while upcoming and len(reading) < max(1, self._depth // 2):
+                while len(writing) + len(reading) >= self._depth:
+                    reap(writing)
+                lease = self._pool.lease(UPDATE)
+                group = upcoming.popleft()
+                reading.append((group, lease, self._read(group, lease, skip_gradient)))
+            group, lease, ticket = reading[0]
+            ticket.wait()
+            self._wait_for_reader(group)
+            apply(self._loaded(group, lease, skip_gradient))
+            written = self._write(group, lease)
+            reading.popleft()
+            writing.append((written, lease))
+            # From now on a stage reads these tiles from the store, which waits for the write.
+            self._hand_over(group, lease)
+        while writing:
+            reap(writing)
+
+    def _wait_for_reader(self, group: UpdateGroup) -> None:
+        """Waits until the stage of ``group`` is asked for; what no stage reads goes on at once."""
+        first = group.pieces[0]
+        with self._changed:
+            if first.tensor in self._streamed:
+                self._changed.wait_for(
+                    lambda: (
+                        self._draining
+                        or self._abandoned
+                        or any(_overlap(known, piece) for known in self._receptions for piece in group.pieces)
+                    )
+                )
+            if self._abandoned:
+                raise RunError("the update was given up")
+
+    def _hand_over(self, group: UpdateGroup, lease: Lease) -> None:
+        """Copies the group's new parameters to whoever waits for them, and books the group."""
+        size = itemsize(self._layout.format.param_dtype)
+        with self._changed:
+            for piece in group.pieces:
+                source = lease.address + piece.offsets[PARAMETER]
+                for known in self._receptions:
+                    start, n = _span(known, piece)
+                    if n > 0:
+                        target = known.address + (start - known.start) * size
+                        _core.copy(target, source + (start - piece.start) * size, n * size)
+                        known.missing -= n
+                self._updated[piece.tensor] = piece.start + piece.n_elements
+            self._receptions = [known for known in self._receptions if known.missing]
+            self._changed.notify_all()
+
+    def _wake(self, _: Future[None]) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _read(self, group: UpdateGroup, lease: Lease, skip_gradient: frozenset[str]) -> Ticket:
+        fmt, size = self._layout.format, itemsize(self._layout.format.grad_dtype)
+        batch = self._store.batch()
+        for piece in group.pieces:
+            address = lease.address
+            if not fmt.has_master:
+                batch.read(piece.tensor, address + piece.offsets[PARAMETER], piece.start, piece.n_elements)
+            for leaf, _ in fmt.leaves:
+                batch.read(piece.tensor + leaf, address + piece.offsets[leaf], piece.start, piece.n_elements)
+            if piece.tensor not in skip_gradient:
+                self._gradients[piece.tensor].read(
+                    address + piece.offsets[GRADIENT], piece.n_elements * size, piece.start * size, batch
+                )
+        return batch.submit()
+
+    def _write(self, group: UpdateGroup, lease: Lease) -> Ticket:
+        batch = self._store.batch()
+        for piece in group.pieces:
+            batch.write_tile(piece.tensor, piece.tile, lease.address + piece.offsets[PARAMETER])
+            for leaf, _ in self._layout.format.leaves:
+                batch.write_tile(piece.tensor + leaf, piece.tile, lease.address + piece.offsets[leaf])
+        return batch.submit()
+
+    def _loaded(self, group: UpdateGroup, lease: Lease, skip_gradient: frozenset[str]) -> LoadedGroup:
+        dtypes = dict(self._layout.format.leaves)
+        dtypes[GRADIENT] = self._layout.format.grad_dtype
+        dtypes[PARAMETER] = self._layout.format.param_dtype
+
+        def view(piece: UpdatePiece, leaf: str) -> NDArray[Any]:
+            return lease.view(to_dtype(dtypes[leaf]), (piece.n_elements,), piece.offsets[leaf])
+
+        for piece in group.pieces:
+            if piece.tensor in skip_gradient:
+                view(piece, GRADIENT).view(np.uint8)[:] = 0
+        return LoadedGroup(group, lambda piece, leaf: lease.address + piece.offsets[leaf], view)
+
+
+def reap(queue: deque[tuple[Ticket, Lease]]) -> None:
+    """Waits for the oldest transfer of ``queue`` and gives its slot back."""
+    queue[0][0].wait()
+    queue.popleft()[1].release()
+
+
+def _span(reception: Reception, piece: UpdatePiece) -> tuple[int, int]:
+    """Returns ``(start, n)`` of the elements that both have; ``n`` is at most 0 when they have none."""
+    if reception.tensor != piece.tensor:
+        return 0, 0
+    start = max(reception.start, piece.start)
+    return start, min(reception.end, piece.start + piece.n_elements) - start
+
+
+def _overlap(reception: Reception, piece: UpdatePiece) -> bool:
+    return _span(reception, piece)[1] > 0
