@@ -22,13 +22,4 @@ std::uint32_t crc32c_parallel(const std::byte* data, std::uint64_t nbytes,
 void crc32c_many(const std::byte* const* data, const std::uint64_t* nbytes, std::uint32_t* out,
                  std::uint64_t count) noexcept;
 
-namespace detail {
-// The two ways to compute it, for tests: by tables, and (x86-64 with SSE 4.2) by instruction.
-std::uint32_t crc32c_tables(const std::byte* data, std::uint64_t nbytes,
-                            std::uint32_t seed) noexcept;
-bool crc32c_has_instruction() noexcept;
-std::uint32_t crc32c_instruction(const std::byte* data, std::uint64_t nbytes,
-                                 std::uint32_t seed) noexcept;
-}  // namespace detail
-
 }  // namespace memascend
