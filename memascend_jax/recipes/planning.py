@@ -50,6 +50,8 @@ def plan_config(
         placement="memory" if config.offload.placement == "memory" else "ssd",
         durability=config.offload.durability,
         budget_bytes=_budget(config),
+        # Without a budget the run takes what makes it fast, and leaves the rest of the machine alone.
+        spend=config.offload.host_memory is not None,
         disk_free_bytes=_disk_free_bytes(store_paths(config)[0]),
         choices=choices,
     )

@@ -14,12 +14,11 @@ from memascend_jax.models.llama import LlamaStages
 from memascend_jax.observe.step_clock import StepClock
 from memascend_jax.optim.adamw import AdamW
 from memascend_jax.optim.schedules import build_schedule
-from memascend_jax.optim.state_format import itemsize
 from memascend_jax.storage.tensor_store import TensorStore
 from memascend_jax.training.forward_backward import StreamedModel
 from memascend_jax.training.memory_placement import MemoryPlacement
 from memascend_jax.training.placement import Placement
-from memascend_jax.training.plan import RunPlan, spool_slot_bytes
+from memascend_jax.training.plan import RunPlan
 from memascend_jax.training.rows_ahead import RowsAhead
 from memascend_jax.training.ssd_placement import SsdPlacement
 from memascend_jax.training.stage_functions import StageFunctions
@@ -85,7 +84,7 @@ def _build_placement(
         transfer,
         clock,
         update_depth=plan.depths.update_depth,
-        spool_elements=spool_slot_bytes(plan.layout, plan.depths) // itemsize(plan.layout.format.grad_dtype),
+        residency=plan.residency,
     )
 
 

@@ -7,7 +7,7 @@ slots, ``memory_placement`` keeps everything in the arena and is the reference w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -100,8 +100,3 @@ class Placement(Protocol):
 
     def close(self) -> None:
         """Waits for what is in flight and lets go of the memory."""
-
-
-def flat_pieces(total: int, size: int) -> Sequence[tuple[int, int]]:
-    """Returns ``(start, n)`` of the pieces of at most ``size`` that make up ``total``."""
-    return [(start, min(size, total - start)) for start in range(0, total, size)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from memascend_jax.memory.budget import Consumer, MemoryPlan, choose_plan
@@ -18,7 +18,8 @@ from memascend_jax.optim.state_format import BLOCK_BYTES, StateFormat, itemsize
 from memascend_jax.storage.superblock import Durability
 from memascend_jax.storage.tensor_store import TensorSpec, bytes_needed
 from memascend_jax.training.model_layout import ModelLayout, plan_layout
-from memascend_jax.training.slot_classes import SPOOL, UPDATE, memory_classes, part_class
+from memascend_jax.training.residency import Residency, gradient_offsets, plan_residency, spooled_groups
+from memascend_jax.training.slot_classes import GRADIENTS, SPOOL, UPDATE, memory_classes, part_class
 from memascend_jax.training.stage_schedule import HEAD, LAYER, NORM, StageKey
 from memascend_jax.training.step_traffic import PhaseTraffic, step_traffic
 from memascend_jax.units import MIB, format_bytes, round_up
@@ -53,7 +54,10 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Depths:
-    """The choices that trade memory for speed, ordered fast to small in ``CHOICES``."""
+    """The choices that trade memory for speed, ordered fast to small in ``CHOICES``.
+
+    ``gradient_groups`` and ``state_groups`` of the update stay in host memory: what a spare budget is spent on.
+    """
 
     prefetch_depth: int
     layer_slots: int
@@ -61,6 +65,8 @@ class Depths:
     update_depth: int
     tile_elements: int
     head_tile_bytes: int
+    gradient_groups: int = 0
+    state_groups: int = 0
 
 
 CHOICES = (
@@ -105,6 +111,11 @@ class RunPlan:
     def capacity(self) -> dict[str, int]:
         """Resident keys of each stage kind, for the prefetcher."""
         return _capacity(self.layout, self.depths)
+
+    @property
+    def residency(self) -> Residency:
+        """Which update groups stay in host memory."""
+        return _residency(self.layout, self.depths)
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Returns the printable plan: what, where, how much."""
@@ -165,6 +176,7 @@ def plan_run(
     placement: str,
     durability: str,
     budget_bytes: int,
+    spend: bool = False,
     disk_free_bytes: int | None = None,
     choices: Sequence[Depths] = CHOICES,
 ) -> RunPlan:
@@ -174,17 +186,64 @@ def plan_run(
         placement: ``ssd`` or ``memory``.
         durability: ``step``, ``checkpoint``, or ``plan``: ``step`` if ``disk_free_bytes`` has room for it.
         budget_bytes: host memory for the whole process.
+        spend: use what is left of the budget to keep gradients, parameters and state in memory, in this order: by the
+            SSD traffic that a byte of memory saves.
         disk_free_bytes: free space where the store goes; None: unknown, not checked here.
 
     Raises:
         BudgetError: not even the smallest choice fits, with the numbers and what would help.
     """
-    candidates = [
-        _plan(config, fmt, workload, placement, durability, budget_bytes, disk_free_bytes, depths)
-        for depths in choices
-    ]
+
+    def plan(depths: Depths) -> RunPlan:
+        return _plan(config, fmt, workload, placement, durability, budget_bytes, disk_free_bytes, depths)
+
+    candidates = [plan(depths) for depths in choices]
     index = choose_plan([candidate.memory for candidate in candidates], _options(workload, placement))
-    return candidates[index]
+    chosen = candidates[index]
+    if not spend or placement != "ssd":
+        return chosen
+    return plan(_spend(chosen.layout, chosen.depths, budget_bytes - chosen.memory.total_bytes))
+
+
+def _spend(layout: ModelLayout, depths: Depths, spare_bytes: int) -> Depths:
+    """Returns ``depths`` with as much kept in memory as ``spare_bytes`` hold."""
+    gradients = max(gradient_offsets(layout, group)[1] for group in layout.update_groups)
+    state = max(group.nbytes for group in layout.update_groups)
+    n_groups, n_spooled = len(layout.update_groups), len(spooled_groups(layout))
+
+    def afford(cost: int, most: int) -> int:
+        nonlocal spare_bytes
+        count = min(max(spare_bytes, 0) // cost, most)
+        spare_bytes -= count * cost
+        return count
+
+    # A byte of gradients saves writing and reading it; a byte of parameters or of state only reading it.
+    gradient_groups = afford(gradients, n_spooled)
+    more_layers = afford(_stage_bytes(layout, LAYER), max(layout.n_layers - depths.layer_slots, 0))
+    more_tiles = afford(_stage_bytes(layout, HEAD), max(layout.n_head_tiles - depths.head_slots, 0))
+    state_groups = 0
+    if gradient_groups == n_spooled:
+        # A group's whole slot has room for its gradients: the slot for them alone is free again.
+        state_groups = afford(state - gradients, n_groups) if spare_bytes >= state else 0
+        gradient_groups = min(gradient_groups, n_groups - state_groups)
+    return replace(
+        depths,
+        layer_slots=depths.layer_slots + more_layers,
+        head_slots=depths.head_slots + more_tiles,
+        gradient_groups=gradient_groups,
+        state_groups=state_groups,
+    )
+
+
+def _stage_bytes(layout: ModelLayout, kind: str) -> int:
+    """Bytes of the slots of one stage."""
+    return sum(
+        _part_bytes(layout, math.prod(part.memory_shape)) for part in layout.stage_parts[StageKey(kind, 0)]
+    )
+
+
+def _part_bytes(layout: ModelLayout, elements: int) -> int:
+    return round_up(elements * itemsize(layout.format.param_dtype), BLOCK_BYTES)
 
 
 def store_specs(layout: ModelLayout) -> tuple[TensorSpec, ...]:
@@ -250,11 +309,19 @@ def ssd_classes(layout: ModelLayout, depths: Depths) -> dict[str, SizeClass]:
     capacity = _capacity(layout, depths)
     for key in (StageKey(LAYER, 0), StageKey(NORM, 0), StageKey(HEAD, 0)):
         for part in layout.stage_parts[key]:
-            nbytes = round_up(math.prod(part.memory_shape) * itemsize(layout.format.param_dtype), BLOCK_BYTES)
+            nbytes = _part_bytes(layout, math.prod(part.memory_shape))
             name = part_class(key.kind, nbytes)
             known = counts.get(name, SizeClass(nbytes, 0))
             counts[name] = SizeClass(nbytes, known.count + capacity[key.kind])
-    counts[UPDATE] = SizeClass(max(group.nbytes for group in layout.update_groups), depths.update_depth)
+    residency = _residency(layout, depths)
+    counts[UPDATE] = SizeClass(
+        max(group.nbytes for group in layout.update_groups), depths.update_depth + len(residency.state)
+    )
+    if residency.gradients:
+        largest = max(
+            gradient_offsets(layout, layout.update_groups[index])[1] for index in residency.gradients
+        )
+        counts[GRADIENTS] = SizeClass(largest, len(residency.gradients))
     counts[SPOOL] = SizeClass(spool_slot_bytes(layout, depths), SPOOL_SLOTS)
     return counts
 
@@ -266,7 +333,17 @@ def spool_slot_bytes(layout: ModelLayout, depths: Depths) -> int:
 
 
 def _traffic(layout: ModelLayout, depths: Depths, workload: Workload) -> tuple[PhaseTraffic, ...]:
-    return step_traffic(layout, _capacity(layout, depths), depths.prefetch_depth, workload.step_tokens)
+    return step_traffic(
+        layout,
+        _capacity(layout, depths),
+        _residency(layout, depths),
+        depths.prefetch_depth,
+        workload.step_tokens,
+    )
+
+
+def _residency(layout: ModelLayout, depths: Depths) -> Residency:
+    return plan_residency(layout, depths.state_groups, depths.gradient_groups)
 
 
 def _capacity(layout: ModelLayout, depths: Depths) -> dict[str, int]:
@@ -288,8 +365,12 @@ def _consumers(
             chosen = [size for name, size in classes.items() if name.startswith(f"{kind}:")]
             slots = sum(size.count for size in chosen)
             yield Consumer("arena", what, sum(size.nbytes * size.count for size in chosen), f"{slots} slots")
-        for name, what in ((UPDATE, "optimizer tile slots"), (SPOOL, "gradient spool slots")):
-            size = classes[name]
+        for name, what in (
+            (UPDATE, "optimizer tile slots"),
+            (GRADIENTS, "gradients kept in memory"),
+            (SPOOL, "gradient spool slots"),
+        ):
+            size = classes.get(name, SizeClass(0, 0))
             how = f"{size.count} x {format_bytes(size.nbytes)}"
             yield Consumer("arena", what, size.nbytes * size.count, how)
         yield Consumer("arena", "store copies", BOUNCE_BYTES, "imports, exports, embedding rows")

@@ -12,6 +12,7 @@ from memascend_jax.units import round_up
 
 SPOOL = "spool"
 UPDATE = "update"
+GRADIENTS = "gradients"
 
 
 def part_class(kind: str, nbytes: int) -> str:

@@ -17,8 +17,10 @@ from memascend_jax.memory.pool import Lease, SlotPool
 from memascend_jax.observe.step_clock import StepClock
 from memascend_jax.optim.state_format import itemsize
 from memascend_jax.storage.tensor_store import Scratch, TensorStore, Ticket
+from memascend_jax.training.host_state import HostState
 from memascend_jax.training.model_layout import PARAMETER, ModelLayout, StagePart, leaf_name
-from memascend_jax.training.placement import LoadedGroup, flat_pieces
+from memascend_jax.training.placement import LoadedGroup
+from memascend_jax.training.residency import Residency
 from memascend_jax.training.slot_classes import SPOOL, part_class
 from memascend_jax.training.stage_schedule import StageKey
 from memascend_jax.training.update_stream import Reception, UpdateStream, reap
@@ -45,7 +47,7 @@ class SsdPlacement:
         clock: StepClock,
         *,
         update_depth: int,
-        spool_elements: int,
+        residency: Residency,
     ) -> None:
         self.version = 0
         self.overlaps_update = True
@@ -54,7 +56,6 @@ class SsdPlacement:
         self._pool = pool
         self._transfer = transfer
         self._clock = clock
-        self._spool_elements = spool_elements
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="memascend-update")
         self._updating: Future[None] | None = None
         self._committing: Future[None] | None = None
@@ -65,7 +66,10 @@ class SsdPlacement:
             )
             for tensor in layout.tensors
         }
-        self._update = UpdateStream(layout, store, pool, self._gradients, self._thread, depth=update_depth)
+        self._host = HostState(layout, pool, residency)
+        self._update = UpdateStream(
+            layout, store, pool, self._gradients, self._host, self._thread, depth=update_depth
+        )
 
     def load(self, key: StageKey) -> SsdStage:
         parts = self._layout.stage_parts[key]
@@ -97,14 +101,19 @@ class SsdPlacement:
         with self._clock.span("optimizer"):
             self._update.wait_consumed(tensor)
         gradient.block_until_ready()
-        for offset, n in flat_pieces(n_elements, self._spool_elements):
-            with self._clock.span("ssd_write_wait"):
-                lease = self._lease_spool_slot()
+        for run in self._host.runs(tensor, start, n_elements):
+            lease = None
+            if run.address is None:
+                with self._clock.span("ssd_write_wait"):
+                    lease = self._lease_spool_slot()
+            target = lease.address if lease else run.address
+            assert target is not None
             with self._clock.span("device_to_host"):
-                self._transfer.copy_out(gradient, lease.address, offset * size, n * size)
-            batch = self._store.batch()
-            scratch.write(lease.address, n * size, (start + offset) * size, batch)
-            self._spooling.append((batch.submit(), lease))
+                self._transfer.copy_out(gradient, target, (run.start - start) * size, run.n * size)
+            if lease is not None:
+                batch = self._store.batch()
+                scratch.write(lease.address, run.n * size, run.start * size, batch)
+                self._spooling.append((batch.submit(), lease))
 
     def begin_update(self, skip_gradient: frozenset[str], apply: Callable[[LoadedGroup], None]) -> None:
         # What the last committed generation does not use may only be overwritten once a newer one is committed.
@@ -158,6 +167,7 @@ class SsdPlacement:
         finally:
             while self._spooling:
                 reap(self._spooling)
+            self._host.close()
 
     def _lease_spool_slot(self) -> Lease:
         while self._spooling and self._spooling[0][0].done():

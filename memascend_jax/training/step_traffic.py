@@ -13,9 +13,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from memascend_jax.models.shapes import EMBED_NAME
 from memascend_jax.optim.state_format import BLOCK_BYTES, itemsize
 from memascend_jax.training.model_layout import ModelLayout
+from memascend_jax.training.residency import Residency, spooled_groups
 from memascend_jax.training.stage_schedule import (
     Action,
     count_loads,
@@ -37,18 +37,23 @@ class PhaseTraffic:
 
 
 def step_traffic(
-    layout: ModelLayout, capacity: Mapping[str, int], prefetch_depth: int, step_tokens: int
+    layout: ModelLayout,
+    capacity: Mapping[str, int],
+    residency: Residency,
+    prefetch_depth: int,
+    step_tokens: int,
 ) -> tuple[PhaseTraffic, ...]:
     """Returns the traffic of the forward, with the update of the step before, and of the backward.
 
     Args:
         capacity: resident keys of each stage kind, as for ``plan_actions``.
+        residency: update groups that keep their state or gradients in memory.
         prefetch_depth: uses ahead that a stage is read.
         step_tokens: tokens of all micro-batches: the embedding is read by their rows.
     """
     actions = plan_actions(training_sequence(layout.n_layers, layout.n_head_tiles), capacity, prefetch_depth)
-    update_read, update_write = _update_bytes(layout)
-    gradients = _gradient_bytes(layout)
+    update_read, update_write = _update_bytes(layout, residency)
+    gradients = _gradient_bytes(layout, residency)
     return (
         PhaseTraffic(FORWARD, _row_bytes(layout, step_tokens) + gradients + update_read, update_write),
         PhaseTraffic(BACKWARD, _reload_bytes(layout, actions), gradients),
@@ -84,20 +89,26 @@ def _row_span(row_bytes: int) -> int:
     return -(-sum(spans) // len(spans))
 
 
-def _gradient_bytes(layout: ModelLayout) -> int:
-    """Bytes of the spooled gradients; an untied embedding's are rows and stay in memory."""
-    spooled = [tensor for tensor in layout.tensors if tensor.name != EMBED_NAME or layout.tied]
-    return sum(_blocks(tensor.elements, layout.format.grad_dtype) for tensor in spooled)
+def _gradient_bytes(layout: ModelLayout, residency: Residency) -> int:
+    """Bytes of the gradients that go to SSD and come back."""
+    in_memory = residency.state | residency.gradients
+    return sum(
+        _blocks(piece.n_elements, layout.format.grad_dtype)
+        for index in spooled_groups(layout)
+        if index not in in_memory
+        for piece in layout.update_groups[index].pieces
+    )
 
 
-def _update_bytes(layout: ModelLayout) -> tuple[int, int]:
+def _update_bytes(layout: ModelLayout, residency: Residency) -> tuple[int, int]:
     fmt = layout.format
     read = write = 0
-    for group in layout.update_groups:
+    for index, group in enumerate(layout.update_groups):
         for piece in group.pieces:
             leaves = sum(_blocks(piece.n_elements, dtype) for _, dtype in fmt.leaves)
             parameter = _blocks(piece.n_elements, fmt.param_dtype)
-            read += leaves if fmt.has_master else leaves + parameter
+            if index not in residency.state:
+                read += leaves if fmt.has_master else leaves + parameter
             write += leaves + parameter
     return read, write
 

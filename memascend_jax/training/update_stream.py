@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,9 @@ from memascend_jax.dtypes import to_dtype
 from memascend_jax.errors import RunError
 from memascend_jax.memory.pool import Lease, SlotPool
 from memascend_jax.optim.state_format import itemsize
+from memascend_jax.storage.engine import address_of
 from memascend_jax.storage.tensor_store import Scratch, TensorStore, Ticket
+from memascend_jax.training.host_state import HostState
 from memascend_jax.training.model_layout import (
     GRADIENT,
     PARAMETER,
@@ -49,6 +51,15 @@ class Reception:
     missing: int
 
 
+class _Reading(NamedTuple):
+    """A group whose missing parts are being read; ``leased`` slots go back when it is written."""
+
+    group: UpdateGroup
+    lease: Lease
+    ticket: Ticket
+    leased: bool
+
+
 class UpdateStream:
     """Runs one update at a time and hands its parameters over.
 
@@ -61,6 +72,7 @@ class UpdateStream:
         store: TensorStore,
         pool: SlotPool,
         gradients: Mapping[str, Scratch],
+        host: HostState,
         executor: Executor,
         *,
         depth: int,
@@ -69,6 +81,7 @@ class UpdateStream:
         self._store = store
         self._pool = pool
         self._gradients = gradients
+        self._host = host
         self._executor = executor
         self._depth = depth
         self._sizes = {tensor.name: math.prod(tensor.shape) for tensor in layout.tensors}
@@ -157,13 +170,13 @@ class UpdateStream:
             self._changed.notify_all()
 
     def _run(self, skip_gradient: frozenset[str], apply: Callable[[LoadedGroup], None]) -> None:
-        reading: deque[tuple[UpdateGroup, Lease, Ticket]] = deque()
+        reading: deque[_Reading] = deque()
         writing: deque[tuple[Ticket, Lease]] = deque()
         try:
             self._stream(skip_gradient, apply, reading, writing)
         finally:
             # After a failure the kernel may still be using these slots: wait before they are lent again.
-            for ticket, lease in [*((ticket, lease) for _, lease, ticket in reading), *writing]:
+            for ticket, lease in [*((item.ticket, item.lease) for item in reading if item.leased), *writing]:
                 lease.defer(ticket)
                 lease.release()
 
@@ -171,29 +184,51 @@ class UpdateStream:
         self,
         skip_gradient: frozenset[str],
         apply: Callable[[LoadedGroup], None],
-        reading: deque[tuple[UpdateGroup, Lease, Ticket]],
+        reading: deque[_Reading],
         writing: deque[tuple[Ticket, Lease]],
     ) -> None:
-        upcoming = deque(self._layout.update_groups)
+        upcoming = deque(enumerate(self._layout.update_groups))
+        staying: list[Ticket] = []
         while upcoming or reading:
             # Half of the slots read ahead, the others are computed on or being written.
-            while upcoming and len(reading) < max(1, self._depth // 2):
-                while len(writing) + len(reading) >= self._depth:
-                    reap(writing)
-                lease = self._pool.lease(UPDATE)
-                group = upcoming.popleft()
-                reading.append((group, lease, self._read(group, lease, skip_gradient)))
-            group, lease, ticket = reading[0]
-            ticket.wait()
-            self._wait_for_reader(group)
-            apply(self._loaded(group, lease, skip_gradient))
-            written = self._write(group, lease)
+            while upcoming and sum(item.leased for item in reading) < max(1, self._depth // 2):
+                index, group = upcoming.popleft()
+                reading.append(self._begin(index, group, skip_gradient, reading, writing))
+            item = reading[0]
+            item.ticket.wait()
+            self._wait_for_reader(item.group)
+            apply(self._loaded(item, skip_gradient))
+            written = self._write(item)
             reading.popleft()
-            writing.append((written, lease))
+            if item.leased:
+                writing.append((written, item.lease))
+            else:
+                staying.append(written)
             # From now on a stage reads these tiles from the store, which waits for the write.
-            self._hand_over(group, lease)
+            self._hand_over(item)
         while writing:
             reap(writing)
+        for ticket in staying:
+            ticket.wait()
+
+    def _begin(
+        self,
+        index: int,
+        group: UpdateGroup,
+        skip_gradient: frozenset[str],
+        reading: deque[_Reading],
+        writing: deque[tuple[Ticket, Lease]],
+    ) -> _Reading:
+        """Starts reading what is not in memory of a group, into its own slot or a leased one."""
+        own = self._host.slot(index)
+        if own is not None:
+            ticket = self._read(group, own, skip_gradient, state=index not in self._host.current)
+            self._host.current.add(index)
+            return _Reading(group, own, ticket, leased=False)
+        while len(writing) + sum(item.leased for item in reading) >= self._depth:
+            reap(writing)
+        lease = self._pool.lease(UPDATE)
+        return _Reading(group, lease, self._read(group, lease, skip_gradient, state=True), leased=True)
 
     def _wait_for_reader(self, group: UpdateGroup) -> None:
         """Waits until the stage of ``group`` is asked for; what no stage reads goes on at once."""
@@ -210,12 +245,12 @@ class UpdateStream:
             if self._abandoned:
                 raise RunError("the update was given up")
 
-    def _hand_over(self, group: UpdateGroup, lease: Lease) -> None:
+    def _hand_over(self, item: _Reading) -> None:
         """Copies the group's new parameters to whoever waits for them, and books the group."""
         size = itemsize(self._layout.format.param_dtype)
         with self._changed:
-            for piece in group.pieces:
-                source = lease.address + piece.offsets[PARAMETER]
+            for piece in item.group.pieces:
+                source = item.lease.address + piece.offsets[PARAMETER]
                 for known in self._receptions:
                     start, n = _span(known, piece)
                     if n > 0:
@@ -230,41 +265,43 @@ class UpdateStream:
         with self._changed:
             self._changed.notify_all()
 
-    def _read(self, group: UpdateGroup, lease: Lease, skip_gradient: frozenset[str]) -> Ticket:
+    def _read(
+        self, group: UpdateGroup, lease: Lease, skip_gradient: frozenset[str], *, state: bool
+    ) -> Ticket:
         fmt, size = self._layout.format, itemsize(self._layout.format.grad_dtype)
         batch = self._store.batch()
         for piece in group.pieces:
             address = lease.address
-            if not fmt.has_master:
+            if state and not fmt.has_master:
                 batch.read(piece.tensor, address + piece.offsets[PARAMETER], piece.start, piece.n_elements)
-            for leaf, _ in fmt.leaves:
+            for leaf, _ in fmt.leaves if state else ():
                 batch.read(piece.tensor + leaf, address + piece.offsets[leaf], piece.start, piece.n_elements)
-            if piece.tensor not in skip_gradient:
+            if piece.tensor not in skip_gradient and self._host.gradient_view(piece) is None:
                 self._gradients[piece.tensor].read(
                     address + piece.offsets[GRADIENT], piece.n_elements * size, piece.start * size, batch
                 )
         return batch.submit()
 
-    def _write(self, group: UpdateGroup, lease: Lease) -> Ticket:
+    def _write(self, item: _Reading) -> Ticket:
         batch = self._store.batch()
-        for piece in group.pieces:
-            batch.write_tile(piece.tensor, piece.tile, lease.address + piece.offsets[PARAMETER])
+        for piece in item.group.pieces:
+            batch.write_tile(piece.tensor, piece.tile, item.lease.address + piece.offsets[PARAMETER])
             for leaf, _ in self._layout.format.leaves:
-                batch.write_tile(piece.tensor + leaf, piece.tile, lease.address + piece.offsets[leaf])
+                batch.write_tile(piece.tensor + leaf, piece.tile, item.lease.address + piece.offsets[leaf])
         return batch.submit()
 
-    def _loaded(self, group: UpdateGroup, lease: Lease, skip_gradient: frozenset[str]) -> LoadedGroup:
-        dtypes = dict(self._layout.format.leaves)
-        dtypes[GRADIENT] = self._layout.format.grad_dtype
-        dtypes[PARAMETER] = self._layout.format.param_dtype
-
+    def _loaded(self, item: _Reading, skip_gradient: frozenset[str]) -> LoadedGroup:
         def view(piece: UpdatePiece, leaf: str) -> NDArray[Any]:
-            return lease.view(to_dtype(dtypes[leaf]), (piece.n_elements,), piece.offsets[leaf])
+            kept = self._host.gradient_view(piece) if leaf == GRADIENT else None
+            if kept is not None:
+                return kept
+            dtype = to_dtype(self._layout.leaf_dtype(leaf))
+            return item.lease.view(dtype, (piece.n_elements,), piece.offsets[leaf])
 
-        for piece in group.pieces:
+        for piece in item.group.pieces:
             if piece.tensor in skip_gradient:
                 view(piece, GRADIENT).view(np.uint8)[:] = 0
-        return LoadedGroup(group, lambda piece, leaf: lease.address + piece.offsets[leaf], view)
+        return LoadedGroup(item.group, lambda piece, leaf: address_of(view(piece, leaf)), view)
 
 
 def reap(queue: deque[tuple[Ticket, Lease]]) -> None:

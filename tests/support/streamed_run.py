@@ -33,8 +33,12 @@ class StreamedRun:
 
     def train(self, steps: int) -> list[float]:
         """Trains steps 1 to ``steps``, committing each, and returns their losses."""
+        return self.train_from(1, steps)
+
+    def train_from(self, first: int, last: int) -> list[float]:
+        """Trains steps ``first`` to ``last``, committing each, and returns their losses."""
         losses = []
-        for step in range(1, steps + 1):
+        for step in range(first, last + 1):
             losses.append(
                 self.session.train_step(step, self.data.of_step(step), self.data.of_step(step + 1)).loss
             )
@@ -52,7 +56,7 @@ class StreamedRun:
 
 
 @contextmanager
-def streamed_run(folder: Path, *overrides: str, total_steps: int = 20, choices=None):
+def streamed_run(folder: Path, *overrides: str, total_steps: int = 20):
     """Yields a ``StreamedRun`` of the tiny recipe under ``overrides``, its store in ``folder``."""
     config = load_config(["tiny_random"], [f"run.dir={folder}", "offload.direct_io=optional", *overrides])
     model = open_model(config)
