@@ -2,6 +2,7 @@
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
+#include <chrono>
 #include <unordered_map>
 
 #include "bindings.hpp"
@@ -150,6 +151,23 @@ py::dict counters_of(const PyEngine& self) {
   return values;
 }
 
+std::int64_t nanoseconds_of(MemberSpan::Time time) {
+  return std::chrono::nanoseconds(time.time_since_epoch()).count();
+}
+
+py::list spans_of(const PyTicket& self) {
+  py::list all;
+  if (!self.ticket->done()) return all;
+  const char* direction = self.ticket->direction() == Direction::kRead ? "read" : "write";
+  const auto& spans = self.ticket->spans();
+  for (std::size_t member = 0; member < spans.size(); ++member)
+    if (spans[member].nbytes > 0)
+      all.append(py::make_tuple(
+          member, direction, spans[member].nbytes, nanoseconds_of(self.ticket->submitted()),
+          nanoseconds_of(spans[member].begun), nanoseconds_of(spans[member].ended)));
+  return all;
+}
+
 py::list list_of(const LatencyHistogram& histogram) {
   py::list values;
   for (const std::uint64_t count : histogram) values.append(count);
@@ -193,6 +211,7 @@ void bind_io(py::module_& module) {
       .def("wait_for", &PyTicket::wait_for, py::arg("timeout_s"),
            "Whether the batch has ended within the time; does not raise its failure.")
       .def("done", [](const PyTicket& self) { return self.ticket->done(); })
+      .def("spans", &spans_of, docs::kSpansDoc)
       .def_property_readonly("nbytes", [](const PyTicket& self) { return self.ticket->nbytes(); });
 
   py::class_<PyEngine>(module, "IoEngine", docs::kEngineDoc)

@@ -155,6 +155,14 @@ Raises:
     OSError: a sync failed, or a write did whose ticket nobody has waited for.
 )";
 
+inline constexpr const char* kSpansDoc =
+    R"(Returns when each member did its part, once the batch is done; before that an empty list.
+
+One tuple per member that moved bytes: (member, "read" or "write", bytes, submitted, begun, ended). The
+last three are nanoseconds of time.perf_counter_ns: the submission of the batch, the start of the
+member's first request and the end of its last.
+)";
+
 inline constexpr const char* kWaitDoc = R"(Waits until every byte of the batch has moved.
 
 Raises:

@@ -143,7 +143,7 @@ IoEngine::~IoEngine() {
 std::shared_ptr<Ticket> IoEngine::submit(Direction direction, const std::vector<Segment>& segments,
                                          Priority priority) {
   const std::uint64_t total = checked_total(segments, lanes_.size());
-  auto ticket = std::make_shared<Ticket>(total, log_);
+  auto ticket = std::make_shared<Ticket>(total, log_, direction, lanes_.size());
   {
     const std::lock_guard lock(mutex_);
     if (stopping_) throw std::logic_error("the I/O engine is closed");

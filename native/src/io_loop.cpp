@@ -57,6 +57,7 @@ bool Lane::feed() noexcept {
   pass_time(in_flight_ - static_cast<std::uint32_t>(to_start_.size()));
   for (const std::uint32_t tag : to_start_) {
     flights_[tag].started = now_;
+    flights_[tag].ticket->begin(member_, now_);
     backend_->start(flights_[tag].request, tag);
   }
   to_start_.clear();
@@ -117,6 +118,7 @@ void Lane::complete(const Completion& completion) noexcept {
   statistics_.ended(request, completion.result, now_ - flight.started);
   const std::int64_t result = completion.result;
   if (result >= 0 && static_cast<std::uint64_t>(result) >= request.nbytes) {
+    flight.ticket->moved(member_, request.nbytes, now_);
     flight.ticket->progress(request.nbytes);
     return retire(completion.tag);
   }
@@ -130,6 +132,7 @@ void Lane::complete(const Completion& completion) noexcept {
   if (whole > 0) {
     statistics_.short_transfer();
     flight.retries = 0;
+    flight.ticket->moved(member_, whole, now_);
     flight.ticket->progress(whole);
     request.offset += whole;
     request.address += whole;

@@ -43,8 +43,14 @@ std::optional<IoFailure> FailureLog::take() noexcept {
   return first;
 }
 
-Ticket::Ticket(std::uint64_t nbytes, std::shared_ptr<FailureLog> log)
-    : nbytes_(nbytes), log_(std::move(log)), pending_(nbytes), done_(nbytes == 0) {}
+Ticket::Ticket(std::uint64_t nbytes, std::shared_ptr<FailureLog> log, Direction direction,
+               std::size_t members)
+    : nbytes_(nbytes),
+      log_(std::move(log)),
+      direction_(direction),
+      spans_(members),
+      pending_(nbytes),
+      done_(nbytes == 0) {}
 
 bool Ticket::wait_for(std::chrono::nanoseconds timeout) const {
   if (done()) return true;
@@ -58,6 +64,18 @@ void Ticket::wait() {
   if (!failure_) return;
   log_->observed(this);
   throw failure_->error();
+}
+
+void Ticket::begin(std::uint32_t member, MemberSpan::Time now) noexcept {
+  if (member < spans_.size() && spans_[member].begun == MemberSpan::Time{})
+    spans_[member].begun = now;
+}
+
+// The release in `progress` that follows makes it visible to whoever sees the batch done.
+void Ticket::moved(std::uint32_t member, std::uint64_t nbytes, MemberSpan::Time now) noexcept {
+  if (member >= spans_.size()) return;
+  spans_[member].nbytes += nbytes;
+  spans_[member].ended = now;
 }
 
 void Ticket::progress(std::uint64_t nbytes) noexcept {

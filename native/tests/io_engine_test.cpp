@@ -4,6 +4,7 @@
 
 #include <sys/file.h>
 
+#include <chrono>
 #include <cstring>
 #include <random>
 
@@ -110,6 +111,34 @@ TEST(scattered_segments_land_where_they_belong) {
     CHECK(std::memcmp(in->data(), out->data(), in->nbytes()) == 0);
     CHECK(std::memcmp(second.contents(4 * kMib).data() + 1022 * 4096, out->data() + 4096, 4096) ==
           0);
+  }
+}
+
+TEST(a_ticket_tells_when_each_member_did_its_part) {
+  for (const auto& backend : backends()) {
+    const ScratchFile first(4 * kMib);
+    const ScratchFile second(4 * kMib);
+    const ScratchFile idle(4096);
+    const Bench bench({first.fd(), second.fd(), idle.fd()}, backend);
+    const auto out = bench.random_slot(4 * kMib);
+    const auto before = std::chrono::steady_clock::now();
+    const auto ticket = bench.engine->submit(
+        Direction::kWrite,
+        {{0, 0, out->data(), 3 * kMib}, {1, kMib, out->data() + 3 * kMib, kMib}});
+    ticket->wait();
+    const auto after = std::chrono::steady_clock::now();
+    CHECK(ticket->direction() == Direction::kWrite);
+    CHECK_EQUAL(ticket->spans().size(), 3U);
+    CHECK_EQUAL(ticket->spans()[0].nbytes, 3 * kMib);
+    CHECK_EQUAL(ticket->spans()[1].nbytes, kMib);
+    CHECK_EQUAL(ticket->spans()[2].nbytes, 0U);
+    CHECK(before <= ticket->submitted());
+    for (const std::size_t member : {0U, 1U}) {
+      const MemberSpan& span = ticket->spans()[member];
+      CHECK(ticket->submitted() <= span.begun);
+      CHECK(span.begun < span.ended);
+      CHECK(span.ended <= after);
+    }
   }
 }
 

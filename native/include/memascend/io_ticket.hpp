@@ -5,6 +5,7 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -31,6 +32,16 @@ struct IoFailure {
   SystemError error() const;
 };
 
+// When one member moved its part of a batch: from the start of its first request to the end of its
+// last, by steady_clock.
+struct MemberSpan {
+  using Time = std::chrono::steady_clock::time_point;
+
+  std::uint64_t nbytes = 0;
+  Time begun{};
+  Time ended{};
+};
+
 class Ticket;
 
 // Failed writes whose ticket nobody has waited for. `IoEngine::flush` and `close` throw the first:
@@ -49,7 +60,8 @@ class FailureLog {
 // The end of a batch. Completes even when the engine is closed or destroyed first.
 class Ticket {
  public:
-  Ticket(std::uint64_t nbytes, std::shared_ptr<FailureLog> log);
+  Ticket(std::uint64_t nbytes, std::shared_ptr<FailureLog> log,
+         Direction direction = Direction::kRead, std::size_t members = 0);
   Ticket(const Ticket&) = delete;
   Ticket& operator=(const Ticket&) = delete;
 
@@ -60,11 +72,18 @@ class Ticket {
   // Sleeps until every byte has moved. Throws SystemError of the first failure, at every call.
   void wait();
 
+  Direction direction() const noexcept { return direction_; }
+  MemberSpan::Time submitted() const noexcept { return submitted_; }
+  // What each member did for this batch, by its index; to be read when the batch is done.
+  const std::vector<MemberSpan>& spans() const noexcept { return spans_; }
+
  private:
   friend class Lane;
 
   // These are called by the threads of the members. `fail` comes before the `progress` of its
-  // bytes.
+  // bytes, and so does `moved`, whose member's thread alone touches that member's span.
+  void begin(std::uint32_t member, MemberSpan::Time now) noexcept;
+  void moved(std::uint32_t member, std::uint64_t nbytes, MemberSpan::Time now) noexcept;
   void progress(std::uint64_t nbytes) noexcept;
   void fail(const IoFailure& failure) noexcept;
   // As `fail`, but whoever cancels knows that the bytes did not move: nobody else is reminded.
@@ -75,6 +94,9 @@ class Ticket {
 
   const std::uint64_t nbytes_;
   const std::shared_ptr<FailureLog> log_;
+  const Direction direction_;
+  const MemberSpan::Time submitted_ = std::chrono::steady_clock::now();
+  std::vector<MemberSpan> spans_;
   std::atomic<std::uint64_t> pending_;
   std::atomic<bool> failed_{false};
   std::optional<IoFailure> failure_;  // guarded by mutex_
