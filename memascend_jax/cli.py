@@ -10,10 +10,10 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from memascend_jax import __version__
-from memascend_jax.observe.failure import exit_status
+from memascend_jax.observe.failure import exit_status, run_program
 from memascend_jax.observe.output import print_json, print_tables
 
 Command = Callable[[argparse.Namespace], int]
@@ -30,6 +30,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.overrides = [*options.overrides, *rest]
     command: Command = options.command
     return exit_status(lambda: command(options))
+
+
+def program() -> NoReturn:
+    """Runs the command line as the process's program and ends it: the console script ``memascend``."""
+    run_program(main)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -107,4 +112,4 @@ def _report(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program()

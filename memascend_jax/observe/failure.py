@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a command ends: the exit status of a call, and one clear message for a failure."""
+"""How a program ends: the exit status of a call, one clear message for a failure, and no traceback for Ctrl-C."""
 
 from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable
+from types import FrameType
+from typing import Any, NoReturn
 
 from memascend_jax.errors import MemascendError
 
@@ -37,6 +40,85 @@ def exit_status(call: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         _say("interrupted")
         return INTERRUPTED
+
+
+def run_program(main: Callable[[], int]) -> NoReturn:
+    """Ends this process with the exit status of ``main``; Ctrl-C never shows a traceback, however often it comes.
+
+    The first SIGINT raises ``KeyboardInterrupt``, so that what is half made is removed again; any further one, and
+    one within an import, ends the process at once. Once ``main`` is over neither SIGINT nor SIGTERM changes its
+    status: the interpreter's shutdown runs handlers of libraries, which would be interrupted half way.
+
+    Call it in the main thread, before anything is imported that takes long. ``main`` may handle signals itself for
+    a while, as ``training.stop.StopRequest`` does. A signal that comes before this call is Python's to handle.
+    """
+    interrupts = _Interrupts()
+    sys.unraisablehook = interrupts.on_unraisable
+    signal.signal(signal.SIGINT, interrupts.on_signal)
+    try:
+        status = main()
+        interrupts.over = True
+    except BaseException:
+        interrupts.over = True
+        _ignore_signals()
+        if not interrupts.came:
+            raise  # A defect, with its traceback; or argparse, which ends the process itself.
+        # Not always a KeyboardInterrupt any more: libraries make other errors of it.
+        _say("interrupted")
+        status = INTERRUPTED
+    _ignore_signals()
+    sys.exit(status)
+
+
+def say_at_once(text: str) -> None:
+    """Writes one line to stderr by one system call, as a signal handler may while another write is under way."""
+    # A progress bar leaves the cursor behind itself.
+    start = "\n" if os.isatty(2) else ""
+    os.write(2, f"{start}{text}\n".encode())
+
+
+class _Interrupts:
+    """What SIGINT does in a program; ``came``: there was one, ``over``: the program's status is known."""
+
+    def __init__(self) -> None:
+        self.came = False
+        self.over = False
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.over:
+            return
+        if self.came or _is_import(frame):
+            # Native modules do not survive an exception in the middle of their initialisation: jaxlib crashes.
+            _end_at_once()
+        self.came = True
+        raise KeyboardInterrupt
+
+    def on_unraisable(self, unraisable: Any) -> None:
+        if unraisable.exc_type is KeyboardInterrupt:
+            # Raised where nobody can catch it, as in a destructor: it would be lost, and the program go on.
+            _end_at_once()
+        if self.over and unraisable.exc_type is OSError:
+            return  # Python's note that a signal came just before it was to be ignored.
+        sys.__unraisablehook__(unraisable)
+
+
+def _is_import(frame: FrameType | None) -> bool:
+    """Returns whether an import is under way above ``frame``."""
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _end_at_once() -> NoReturn:
+    say_at_once("memascend: interrupted")
+    os._exit(INTERRUPTED)
+
+
+def _ignore_signals() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _say(message: str) -> None:

@@ -9,15 +9,17 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from memascend_jax.checkpoints.export import export_huggingface
 from memascend_jax.config import Config, to_dict
 from memascend_jax.data.batches import BatchOrder, steps_of_epochs
 from memascend_jax.data.dataset import Dataset
-from memascend_jax.errors import MemascendError, StoppedError
+from memascend_jax.errors import StoppedError
 from memascend_jax.memory.allocator import limit_heap_growth, trim_heap
 from memascend_jax.memory.meter import Meter
+from memascend_jax.observe.failure import say_at_once
 from memascend_jax.observe.metrics import MetricsFile, read_lines
 from memascend_jax.observe.screen import Screen
 from memascend_jax.recipes.inputs import ModelSource, open_data, open_model
@@ -30,6 +32,7 @@ from memascend_jax.training.generate import generate_greedy
 from memascend_jax.training.initialise import initialise_state
 from memascend_jax.training.loop import StepData, Trainer, evaluate
 from memascend_jax.training.plan import RunPlan
+from memascend_jax.training.precompile import precompile_apart
 from memascend_jax.training.run_state import RunState
 from memascend_jax.training.stop import StopRequest
 
@@ -67,21 +70,25 @@ def run(config: Config) -> int:
                 f"the run in {job.folder.path} is complete at step {job.state.step}; nothing to do"
             )
             return 0
+        # Until all parts are closed, so that a first Ctrl-C while a finished run closes does not make it a failure.
+        stop = stack.enter_context(StopRequest(_say_stopping))
         try:
-            with StopRequest() as stop:
-                session, trainer = _set_up(job, stack)
-                _train(job, session, trainer, stop)
-                _save(job, session)
+            session, trainer = _set_up(job, stack)
+            _train(job, session, trainer, stop)
+            _save(job, session)
         except StoppedError as error:
             job.folder.write_status("stopped", job.state.step, job.total_steps, str(error))
             raise StoppedError(f"{error}; {_how_to_go_on(job)}") from None
-        except (MemascendError, OSError, KeyboardInterrupt) as error:
-            job.folder.write_status(
-                "failed", job.state.step, job.total_steps, str(error) or "interrupted twice"
-            )
+        except BaseException as error:
+            why = "interrupted twice" if isinstance(error, KeyboardInterrupt) else str(error) or repr(error)
+            job.folder.write_status("failed", job.state.step, job.total_steps, why)
             raise
         job.folder.write_status("done", job.state.step, job.total_steps)
     return 0
+
+
+def _say_stopping(signal_name: str) -> None:
+    say_at_once(f"memascend: {signal_name}: stopping at the next committed step; Ctrl-C again ends at once")
 
 
 def _how_to_go_on(job: Run) -> str:
@@ -126,8 +133,17 @@ def _total_steps(config: Config, data: Dataset) -> int:
 
 def _set_up(job: Run, stack: ExitStack) -> tuple[Session, Trainer]:
     """Builds the parts, writes the first generation of a new run, and compiles."""
-    _keep_compiled_code(job.folder)
+    cache = _keep_compiled_code(job.folder)
     job.folder.write_status("starting", job.state.step, job.total_steps)
+    if job.plan.compiles_apart and not job.resumed:
+        job.screen.say("compiling")
+        train = job.config.train
+        precompile_apart(
+            job.plan.layout,
+            (train.micro_batch_size, job.config.data.seq_len),
+            train.gradient_accumulation_steps,
+            cache,
+        )
     arena = stack.enter_context(open_arena(job.plan))
     store = None
     if job.plan.placement == "ssd":
@@ -155,12 +171,12 @@ def _set_up(job: Run, stack: ExitStack) -> tuple[Session, Trainer]:
     return session, trainer
 
 
-def _keep_compiled_code(folder: RunFolder) -> None:
+def _keep_compiled_code(folder: RunFolder) -> Path:
     """Keeps executables in the run's folder, unless the user has a place for them (JAX_COMPILATION_CACHE_DIR)."""
     import jax
 
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
-        return
+        return Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
     cache = {
         "jax_compilation_cache_dir": str(folder.compile_cache),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
@@ -168,6 +184,7 @@ def _keep_compiled_code(folder: RunFolder) -> None:
     }
     for name, value in cache.items():
         jax.config.update(name, value)  # type: ignore[no-untyped-call]
+    return folder.compile_cache
 
 
 def _commit(job: Run, session: Session, **results: Any) -> None:
@@ -244,7 +261,12 @@ def _save(job: Run, session: Session) -> None:
     # A folder that is there was finished by this run before it was interrupted: it is renamed into place whole.
     if job.config.run.export and not job.folder.export.exists():
         _export(job, session)
-    summary = summarise(job.state, job.plan, read_lines(job.folder.metrics))
+    summary = summarise(
+        job.state,
+        job.plan,
+        read_lines(job.folder.metrics),
+        read_lines(job.folder.metrics, drain=True),
+    )
     job.folder.write_summary(summary)
     _commit(job, session, finished=True)
     job.screen.show_summary(summary, _sample_rows(job))

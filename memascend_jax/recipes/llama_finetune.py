@@ -3,17 +3,17 @@
 
 ``python -m memascend_jax.recipes.llama_finetune [--config FILE] [key=value …]``
 
-Here is the command line only: jax is imported when the configuration is known to be right.
+Here is the command line only: jax is imported when the configuration is known to be right, and everything that takes
+long when the program handles Ctrl-C.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
-from memascend_jax.config import describe_keys, load_config, recipe_names
-from memascend_jax.observe.failure import exit_status
+from memascend_jax.observe.failure import exit_status, run_program
 
 PROGRAM = "python -m memascend_jax.recipes.llama_finetune"
 
@@ -34,6 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = build_parser().parse_intermixed_args(arguments)
 
     def run() -> int:
+        from memascend_jax.config import load_config
+
         config = load_config(options.config, options.overrides)
         from memascend_jax.recipes.finetune import run as run_training
 
@@ -42,8 +44,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return exit_status(run)
 
 
+def program() -> NoReturn:
+    """Runs the command line as the process's program and ends it."""
+    run_program(main)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser; its help describes every key of the configuration."""
+    from memascend_jax.config import describe_keys, recipe_names
+
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
         description="Full-parameter fine-tuning with parameters, masters and moments on SSD.\n"
@@ -74,4 +83,4 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program()

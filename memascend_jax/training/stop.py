@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -11,12 +12,17 @@ from typing import Any
 class StopRequest:
     """Turns the first SIGINT or SIGTERM into a request that the loop looks at between steps.
 
-    A second SIGINT raises ``KeyboardInterrupt`` at once; the store then holds the last committed step. Use as a
-    context manager in the main thread; the former handlers come back at its end.
+    A second SIGINT goes to the former handler: Python's own raises ``KeyboardInterrupt`` at once, and so does this
+    class where there is none. The store then holds the last committed step. Use as a context manager in the main
+    thread; the former handlers come back at its end.
+
+    Args:
+        on_request: told the name of the first signal, within its handler.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_request: Callable[[str], None] | None = None) -> None:
         self.signal_name: str | None = None
+        self._on_request = on_request
         self._former: dict[int, Any] = {}
 
     @property
@@ -34,6 +40,12 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.requested and number == signal.SIGINT:
+        if not self.requested:
+            self.signal_name = signal.Signals(number).name
+            if self._on_request is not None:
+                self._on_request(self.signal_name)
+        elif number == signal.SIGINT:
+            former = self._former[number]
+            if callable(former):
+                former(number, frame)
             raise KeyboardInterrupt
-        self.signal_name = signal.Signals(number).name

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from memascend_jax.observe.metrics import read_lines
 from memascend_jax.storage.tensor_store import TensorStore
 
 pytestmark = pytest.mark.integration
@@ -39,7 +40,7 @@ def run(run_dir, *overrides, cwd=None):
 
 
 def metrics(run_dir):
-    return [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
+    return read_lines(Path(run_dir) / "metrics.jsonl")
 
 
 def exact(lines):
@@ -152,22 +153,70 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_happened(finished, tmp_path, nu
     assert all(value.tobytes() == expected[name].tobytes() for name, value in tensors(folder).items())
 
 
-def test_a_second_interrupt_ends_at_once_and_loses_nothing(finished, tmp_path):
+def test_a_second_interrupt_ends_at_once_and_loses_nothing(tmp_path):
+    # A step of many micro-batches: long enough for the second interrupt to come within it.
+    slow = ("train.steps=2", "train.gradient_accumulation_steps=12", "run.export=false")
+    folder = tmp_path / "run"
+    with subprocess.Popen(command(folder, *slow), stderr=subprocess.PIPE, text=True) as process:
+        wait_for_step(folder, 1, process)
+        process.send_signal(signal.SIGINT)
+        errors = ""
+        while "SIGINT: stopping" not in errors:
+            line = process.stderr.readline()
+            assert line, errors
+            errors += line
+        process.send_signal(signal.SIGINT)
+        errors += process.communicate(timeout=60)[1]
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    assert json.loads((folder / "status.json").read_text())["message"] == "interrupted twice"
+    done = run(folder, *slow)
+    assert done.returncode == 0, done.stderr
+    assert "going on from step" in done.stderr
+    assert [line["step"] for line in metrics(folder)] == [1, 2]
+
+
+@pytest.mark.parametrize("moment", ["importing", "starting", "running", "stopped", "done"])
+def test_interrupts_without_end_never_show_a_traceback(tmp_path, moment):
+    """From each moment on SIGINT comes every 5 ms until the process is gone."""
     folder = tmp_path / "run"
     with subprocess.Popen(
-        command(folder, "train.steps=12"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command(folder), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
-        wait_for_step(folder, 3, process)
-        process.send_signal(signal.SIGINT)
-        time.sleep(0.03)
+        if moment == "importing":
+            wait_until(process, lambda: "jaxlib" in Path(f"/proc/{process.pid}/maps").read_text())
+        elif moment == "stopped":
+            wait_for_step(folder, 2, process)
+            process.send_signal(signal.SIGINT)
+        if moment != "importing":
+            wait_until(process, lambda: state_of(folder) == moment)
+        while process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.005)
+        _, errors = process.communicate()
+    assert process.returncode in {"stopped": (75, 130), "done": (0, 130)}.get(moment, (130,)), errors
+    assert "Traceback" not in errors
+    assert "Exception ignored" not in errors
+
+
+@pytest.mark.parametrize("module", ["memascend_jax.recipes.llama_finetune", "memascend_jax.cli"])
+def test_an_interrupt_before_anything_is_loaded_is_a_plain_130(tmp_path, module):
+    arguments = {
+        "memascend_jax.cli": ["plan", "--config", "tiny_random"],
+        "memascend_jax.recipes.llama_finetune": command(tmp_path / "run")[3:],
+    }
+    with subprocess.Popen(
+        [sys.executable, "-m", module, *arguments[module]],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        # The first library that is large enough to be caught half imported.
+        wait_until(process, lambda: "pydantic_core" in Path(f"/proc/{process.pid}/maps").read_text())
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
-    # The first one may already have ended the run at a step before the second came.
-    assert process.returncode in (130, 75), errors
-    assert "Traceback" not in errors
-    assert run(folder, "train.steps=12").returncode == 0
-    expected = tensors(finished[0])
-    assert all(value.tobytes() == expected[name].tobytes() for name, value in tensors(folder).items())
+    assert (process.returncode, errors) == (130, "memascend: interrupted\n")
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_store_of_another_program_is_not_overwritten(tmp_path):
@@ -249,14 +298,25 @@ def test_a_model_that_is_not_there_is_named(tmp_path):
     assert "Traceback" not in refused.stderr
 
 
-def wait_for_step(folder, step, process):
-    """Returns when the run in ``folder`` has written the metrics of ``step``."""
+def wait_until(process, is_so):
+    """Returns when ``is_so()``; the process must not have ended before."""
     deadline = time.monotonic() + 200
-    path = folder / "metrics.jsonl"
-    while not path.exists() or path.read_bytes().count(b"\n") < step:
+    while not is_so():
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
-        time.sleep(0.005)
+        time.sleep(0.002)
+
+
+def wait_for_step(folder, step, process):
+    """Returns when the run in ``folder`` has written the metrics of ``step``."""
+    path = folder / "metrics.jsonl"
+    wait_until(process, lambda: path.exists() and path.read_bytes().count(b"\n") >= step)
+
+
+def state_of(folder):
+    """Returns the state in ``status.json``, or None before there is one."""
+    path = folder / "status.json"
+    return json.loads(path.read_text())["state"] if path.exists() else None
 
 
 def test_counted_bytes_are_those_of_the_kernel(tmp_path):

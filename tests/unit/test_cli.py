@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +45,7 @@ def test_wrong_configuration_ends_the_recipe_with_2_before_anything_is_made(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = tmp_path / "run"
+    handler = signal.getsignal(signal.SIGINT)
     status = llama_finetune.main(
         [f"run.dir={run_dir}", "--config", "tiny_random", "train.stepz=1", "train.seed=x"]
     )
@@ -53,6 +55,7 @@ def test_wrong_configuration_ends_the_recipe_with_2_before_anything_is_made(
     assert "did you mean 'train.steps'" in captured.err
     assert "train.seed: expected a whole number" in captured.err
     assert not run_dir.exists()
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 @pytest.mark.parametrize("arguments", [["--train.steps=3"], ["--conf", "x"]])

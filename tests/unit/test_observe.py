@@ -8,6 +8,10 @@ import io
 import json
 import os
 import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,7 @@ from memascend_jax.observe.failure import exit_status
 from memascend_jax.observe.metrics import MetricsFile, read_lines
 from memascend_jax.observe.report import read_run
 from memascend_jax.observe.summary import sample_table, status_line, summary_rows
+from memascend_jax.training.stop import StopRequest
 
 
 def line(step: int, **more: Any) -> dict[str, Any]:
@@ -242,3 +247,122 @@ def test_failure_is_one_message_and_its_status(
 def test_defect_keeps_its_traceback() -> None:
     with pytest.raises(ZeroDivisionError):
         exit_status(lambda: _raise(ZeroDivisionError()))
+
+
+# ---------------------------------------------------------------- Ctrl-C
+
+
+def run_program_with(main: str, interrupts: int) -> subprocess.CompletedProcess[str]:
+    """Runs a program whose ``main`` prints ``ready`` when it may be interrupted, and sends it SIGINT so often."""
+    script = f"""
+import atexit, os, sys, time
+from memascend_jax.observe.failure import run_program, say_at_once
+{main}
+run_program(main)
+"""
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        for _ in range(interrupts):
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.05)
+        out, errors = process.communicate(timeout=30)
+    assert "Traceback" not in errors
+    assert "Exception ignored" not in errors
+    return subprocess.CompletedProcess(command, process.returncode, out, errors)
+
+
+WAITS = "print('ready', flush=True); time.sleep(20)"
+
+
+def test_interrupt_lets_a_program_clean_up_and_ends_it_with_130() -> None:
+    done = run_program_with(
+        f"""
+def main():
+    try:
+        {WAITS}
+    finally:
+        print("cleaned", flush=True)
+    return 0
+""",
+        1,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "cleaned\n", "memascend: interrupted\n")
+
+
+def test_second_interrupt_ends_a_program_whose_clean_up_takes_long() -> None:
+    main = f"""
+def main():
+    try:
+        {WAITS}
+    finally:
+        time.sleep(20)
+"""
+    assert run_program_with(main, 2).returncode == 130
+
+
+@pytest.mark.parametrize("status", [0, 75])
+def test_interrupts_during_the_interpreters_shutdown_change_nothing(status: int) -> None:
+    main = f"""
+@atexit.register
+def close():
+    print("ready", flush=True)
+    time.sleep(0.5)
+    print("closed", flush=True)
+
+def main():
+    return {status}
+"""
+    done = run_program_with(main, 5)
+    assert (done.returncode, done.stdout, done.stderr) == (status, "closed\n", "")
+
+
+def test_interrupt_that_nobody_can_catch_ends_the_program() -> None:
+    main = f"""
+class Slow:
+    def __del__(self):
+        {WAITS}
+
+def main():
+    Slow()
+    time.sleep(20)
+"""
+    assert run_program_with(main, 1).returncode == 130
+
+
+def test_interrupt_that_became_another_error_is_one_still() -> None:
+    main = f"""
+def main():
+    try:
+        {WAITS}
+    except KeyboardInterrupt as error:
+        raise ImportError("half imported") from error
+"""
+    assert run_program_with(main, 1).returncode == 130
+
+
+def test_program_keeps_the_traceback_of_a_defect() -> None:
+    script = "from memascend_jax.observe.failure import run_program; run_program(lambda: 1 // 0)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "ZeroDivisionError" in done.stderr
+
+
+def test_stop_request_tells_of_the_first_interrupt_and_passes_on_the_second() -> None:
+    told: list[str] = []
+    passed_on: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: passed_on.append(number))
+    try:
+        with StopRequest(told.append) as stop:
+            signal.raise_signal(signal.SIGINT)
+            assert (stop.requested, told, passed_on) == (True, ["SIGINT"], [])
+            signal.raise_signal(signal.SIGTERM)
+            assert passed_on == []
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+        assert passed_on == [signal.SIGINT]
+        signal.raise_signal(signal.SIGINT)
+        assert passed_on == [signal.SIGINT] * 2
+    finally:
+        signal.signal(signal.SIGINT, before)
