@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from memascend_jax.checkpoints.export import export_huggingface
@@ -31,6 +32,7 @@ from memascend_jax.training.generate import generate_greedy
 from memascend_jax.training.initialise import initialise_state
 from memascend_jax.training.loop import StepData, Trainer, evaluate
 from memascend_jax.training.plan import RunPlan
+from memascend_jax.training.precompile import precompile_apart
 from memascend_jax.training.run_state import RunState
 from memascend_jax.training.stop import StopRequest
 
@@ -131,8 +133,17 @@ def _total_steps(config: Config, data: Dataset) -> int:
 
 def _set_up(job: Run, stack: ExitStack) -> tuple[Session, Trainer]:
     """Builds the parts, writes the first generation of a new run, and compiles."""
-    _keep_compiled_code(job.folder)
+    cache = _keep_compiled_code(job.folder)
     job.folder.write_status("starting", job.state.step, job.total_steps)
+    if job.plan.compiles_apart and not job.resumed:
+        job.screen.say("compiling")
+        train = job.config.train
+        precompile_apart(
+            job.plan.layout,
+            (train.micro_batch_size, job.config.data.seq_len),
+            train.gradient_accumulation_steps,
+            cache,
+        )
     arena = stack.enter_context(open_arena(job.plan))
     store = None
     if job.plan.placement == "ssd":
@@ -160,12 +171,12 @@ def _set_up(job: Run, stack: ExitStack) -> tuple[Session, Trainer]:
     return session, trainer
 
 
-def _keep_compiled_code(folder: RunFolder) -> None:
+def _keep_compiled_code(folder: RunFolder) -> Path:
     """Keeps executables in the run's folder, unless the user has a place for them (JAX_COMPILATION_CACHE_DIR)."""
     import jax
 
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
-        return
+        return Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
     cache = {
         "jax_compilation_cache_dir": str(folder.compile_cache),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
@@ -173,6 +184,7 @@ def _keep_compiled_code(folder: RunFolder) -> None:
     }
     for name, value in cache.items():
         jax.config.update(name, value)  # type: ignore[no-untyped-call]
+    return folder.compile_cache
 
 
 def _commit(job: Run, session: Session, **results: Any) -> None:

@@ -25,7 +25,7 @@ from memascend_jax.training.model_layout import ModelLayout
 from memascend_jax.training.placement import Placement
 from memascend_jax.training.prefetch import Prefetcher
 from memascend_jax.training.rows_ahead import RowsAhead
-from memascend_jax.training.stage_functions import Arrays, StageFunctions, zeros
+from memascend_jax.training.stage_functions import Arrays, StageFunctions
 from memascend_jax.training.stage_schedule import (
     HEAD,
     LAYER,
@@ -71,7 +71,8 @@ class StreamedModel:
         self._hidden = layout.config.hidden_size
         self._norm = StageKey(NORM, 0)
         self.tile_starts = [
-            jax.device_put(np.int32(index * layout.head_rows)) for index in range(layout.n_head_tiles)
+            functions.put(np.asarray(index * layout.head_rows, np.int32))
+            for index in range(layout.n_head_tiles)
         ]
         self._training = training_sequence(layout.n_layers, layout.n_head_tiles)
         self._training_actions = plan_actions(self._training, capacity, prefetch_depth)
@@ -89,7 +90,7 @@ class StreamedModel:
             rows: of these micro-batches; the gradients have a row for each of ``rows.rows``.
         """
         n_trained = sum(float(micro_batch.weights.sum()) for micro_batch in micro_batches)
-        scale = jax.device_put(np.float32(1.0 / n_trained))
+        scale = self.functions.put(np.asarray(1.0 / n_trained, np.float32))
         gradients = StepGradients(self.placement)
         with Prefetcher(self.placement, self._training, self._training_actions) as stages:
             batches, xs = self._embed(micro_batches, rows)
@@ -136,15 +137,16 @@ class StreamedModel:
         values = self.rows_ahead.read(EMBED_NAME, rows.used)
         table = np.zeros((len(rows.padded), self._hidden), values.dtype)
         table[np.searchsorted(rows.rows, rows.used)] = values
+        put = self.functions.put
         with self._clock.span("host_to_device"):
-            device_table = jax.device_put(table)
+            device_table = put(table)
             batches = [
                 DeviceBatch(
-                    labels=jax.device_put(micro_batch.labels),
-                    weights=jax.device_put(micro_batch.weights),
-                    positions=jax.device_put(micro_batch.positions),
-                    segments=jax.device_put(micro_batch.segments),
-                    inverse=jax.device_put(inverse),
+                    labels=put(micro_batch.labels),
+                    weights=put(micro_batch.weights),
+                    positions=put(micro_batch.positions),
+                    segments=put(micro_batch.segments),
+                    inverse=put(inverse),
                 )
                 for micro_batch, inverse in zip(micro_batches, rows.inverse, strict=True)
             ]
@@ -198,9 +200,9 @@ class StreamedModel:
         losses = [
             functions.head_loss(carry, batch.weights) for carry, batch in zip(carries, batches, strict=True)
         ]
-        dxns = [zeros(xn.shape, "float32") for xn in normed]
-        padded_rows = jax.device_put(rows.padded)
-        table_rows = zeros((len(rows.padded), self._hidden), "float32") if layout.tied else None
+        dxns = [functions.zeros(xn.shape, "float32") for xn in normed]
+        padded_rows = functions.put(rows.padded)
+        table_rows = functions.zeros((len(rows.padded), self._hidden), "float32") if layout.tied else None
         for tile in reversed(range(layout.n_head_tiles)):
             weight, start = stages.use(StageKey(HEAD, tile))["weight"], self.tile_starts[tile]
             dw: jax.Array | None = None
@@ -265,7 +267,7 @@ class StreamedModel:
         table_rows: jax.Array | None,
         gradients: StepGradients,
     ) -> None:
-        accumulated = zeros((len(rows.padded), self._hidden), "float32")
+        accumulated = self.functions.zeros((len(rows.padded), self._hidden), "float32")
         for batch, dx in zip(batches, dxs, strict=True):
             accumulated = self.functions.embed_backward(dx, batch.inverse, accumulated)
         rounded, norm = self.functions.finish_rows(accumulated, table_rows)

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from memascend_jax.models.shapes import EMBED_NAME
 from memascend_jax.training.forward_backward import StreamedModel
-from memascend_jax.training.stage_functions import zeros
 from memascend_jax.training.stage_schedule import HEAD, LAYER, NORM, StageKey
 from memascend_jax.units import round_up
 
@@ -61,6 +60,7 @@ def _empty_cache(model: StreamedModel, batch: int, slots: int) -> _Cache:
     shape = (batch, slots, config.num_key_value_heads, config.head_dim)
     dtype = model.layout.format.param_dtype
     layers = range(model.layout.n_layers)
+    zeros = model.functions.zeros
     return _Cache([zeros(shape, dtype) for _ in layers], [zeros(shape, dtype) for _ in layers])
 
 
@@ -76,7 +76,8 @@ def _next_tokens(
     rows, inverse = np.unique(tokens, return_inverse=True)
     table = np.zeros((tokens.size, model.layout.config.hidden_size), model.param_dtype)
     table[: len(rows)] = model.rows_ahead.read(EMBED_NAME, rows.astype(np.int64))
-    x: Any = functions.embed(table, inverse.reshape(tokens.shape).astype(np.int32))
+    put = functions.put
+    x: Any = functions.embed(put(table), put(inverse.reshape(tokens.shape).astype(np.int32)))
     with model.forward_stages() as stages:
         for layer in range(model.layout.n_layers):
             params = stages.use(StageKey(LAYER, layer))

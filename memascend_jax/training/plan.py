@@ -28,6 +28,8 @@ from memascend_jax.units import MIB, format_bytes, round_up
 #: "Resident memory of the runtime" in docs/experiment_log.md.
 RUNTIME_BYTES = 300 * MIB
 COMPILER_BYTES = 110 * MIB
+#: Models from this size on are compiled in a process of their own.
+APART_PARAMETERS = 1 << 25
 #: The store's own memory for copies (imports, exports, embedding rows), from the arena.
 BOUNCE_BYTES = 4 * MIB
 #: Rings, queues and tables of the store.
@@ -111,6 +113,11 @@ class RunPlan:
     def capacity(self) -> dict[str, int]:
         """Resident keys of each stage kind, for the prefetcher."""
         return _capacity(self.layout, self.depths)
+
+    @property
+    def compiles_apart(self) -> bool:
+        """Whether the model is large enough for a compiler process of its own: a small one is not worth its start."""
+        return self.layout.n_parameters >= APART_PARAMETERS
 
     @property
     def residency(self) -> Residency:

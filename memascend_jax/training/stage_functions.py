@@ -8,11 +8,12 @@ when it is so large that it would overflow), so it serves as the nonfinite flag 
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+from numpy.typing import NDArray
 
 from memascend_jax.models.llama import LlamaStages
 
@@ -20,10 +21,15 @@ Arrays = dict[str, jax.Array]
 
 
 class StageFunctions:
-    """Jitted stage functions of one model and gradient dtype."""
+    """Jitted stage functions of one model and gradient dtype.
 
-    def __init__(self, stages: LlamaStages, grad_dtype: str) -> None:
+    All arrays are committed to ``device``, those made here too: jit compiles anew for arguments that are not.
+    """
+
+    def __init__(self, stages: LlamaStages, grad_dtype: str, device: jax.Device | None = None) -> None:
         self._stages = stages
+        self.sharding = SingleDeviceSharding(device or jax.local_devices()[0])
+        self.compute_dtype = stages.compute_dtype
         self._grad_dtype = jnp.dtype(grad_dtype)
         self.embed = jax.jit(stages.embed)
         self.embed_backward = jax.jit(stages.embed_backward, donate_argnums=2)
@@ -32,8 +38,10 @@ class StageFunctions:
         self.head_norm = jax.jit(stages.head_norm)
         self.head_logsumexp = jax.jit(stages.head_logsumexp, donate_argnums=0)
         self.head_loss = jax.jit(stages.head_loss)
-        self.head_carry = jax.jit(stages.head_carry, static_argnums=(0, 1))
-        self.head_choice = jax.jit(stages.head_choice, static_argnums=0)
+        self.head_carry = jax.jit(stages.head_carry, static_argnums=(0, 1), out_shardings=self.sharding)
+        self.head_choice = jax.jit(stages.head_choice, static_argnums=0, out_shardings=self.sharding)
+        # Jitted, because eager creation compiles anew for every shape and call site.
+        self._zeros = jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=self.sharding)
         self.head_argmax = jax.jit(stages.head_argmax)
         self.take_position = jax.jit(_take_position)
         self.layer_backward = jax.jit(
@@ -43,6 +51,20 @@ class StageFunctions:
         self.head_finish = jax.jit(self._head_finish, static_argnames="last", donate_argnames="accumulated")
         self.finish_head_tile = jax.jit(self._finish_head_tile, donate_argnames=("dw", "table_rows"))
         self.finish_rows = jax.jit(self._finish_rows)
+
+    def put(self, value: NDArray[Any]) -> jax.Array:
+        """Returns ``value`` on the device."""
+        array: jax.Array = jax.device_put(value, self.sharding)
+        return array
+
+    def shape(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        """Returns the description of an array on the device."""
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding)  # type: ignore[no-untyped-call]
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        """Returns zeros on the device."""
+        array: jax.Array = self._zeros(shape, jnp.dtype(dtype))
+        return array
 
     def _layer_backward(
         self,
@@ -124,9 +146,3 @@ def _take_position(x: jax.Array, position: jax.Array) -> jax.Array:
 
 def _norm_squared(grad: jax.Array) -> jax.Array:
     return jnp.sum(jnp.square(grad.astype(jnp.float32)))
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def zeros(shape: tuple[int, ...], dtype: str) -> jax.Array:
-    """Returns zeros on the device; jitted, because eager creation compiles anew for every shape and call site."""
-    return jnp.zeros(shape, dtype)
