@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from memascend_jax import __version__
-from memascend_jax.observe.failure import exit_status, run_program
+from memascend_jax.observe.failure import EXIT_STATUSES, exit_status, run_program
 from memascend_jax.observe.output import print_json, print_tables
 
 Command = Callable[[argparse.Namespace], int]
@@ -42,7 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="memascend",
         description="Training with the state on SSD: plans, stores and runs.",
-        epilog="exit status: 0 done, 1 failed, 2 configuration, 3 machine unfit, 4 does not fit, 5 data, 6 storage",
+        epilog=EXIT_STATUSES,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"memascend-jax {__version__}")

@@ -14,6 +14,10 @@ from typing import Any, NoReturn
 from memascend_jax.errors import MemascendError
 
 INTERRUPTED = 130
+#: For the help of every program.
+EXIT_STATUSES = """\
+exit status: 0 done, 1 run failed, 2 configuration, 3 machine unfit, 4 does not fit, 5 data, 6 storage,
+7 loss or gradient not finite, 75 stopped and can be resumed, 130 interrupted (during a run: twice)"""
 logger = logging.getLogger(__name__)
 
 

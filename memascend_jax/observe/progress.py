@@ -77,40 +77,41 @@ def _bar(console: Console, *columns: TextColumn | BarColumn | MofNCompleteColumn
 def _advance(bar: Progress, task: TaskID, pace: _Pace, line: Mapping[str, Any]) -> None:
     shown = pace.fields(line)
     figures = (
-        f"loss {shown['loss']}  {shown['tokens_per_s']} tok/s  {shown['host_rss']}"
-        f"  SSD {shown['ssd_read']}/{shown['ssd_write']} per step  {shown['time_left']} left"
+        f"loss {shown['loss']}  {shown['host_rss']}  SSD {shown['ssd_read']}/{shown['ssd_write']} per step"
     )
+    if "time_left" in shown:
+        figures += f"  {shown['tokens_per_s']} tok/s  {shown['time_left']} left"
     bar.update(task, completed=line["step"], figures=figures)
 
 
 class _Pace:
-    """Figures for people from a metrics line; speed and time left from the median of the last steps."""
+    """Figures for people from a metrics line; speed and time left from the median of the last steps.
+
+    The first step compiles, which says nothing about the rest: it has neither.
+    """
 
     def __init__(self, total_steps: int) -> None:
         self._total = total_steps
-        self._seen = 0
+        self._compiled = False
         self._seconds: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._tokens: deque[int] = deque(maxlen=_RECENT_STEPS)
 
     def fields(self, line: Mapping[str, Any]) -> dict[str, str]:
-        if self._seen == 1:
-            # The first step compiles; as soon as there is another it says nothing about the rest.
-            self._seconds.clear()
-            self._tokens.clear()
-        self._seen += 1
-        self._seconds.append(line["step_seconds"])
-        self._tokens.append(line["tokens"])
-        seconds = statistics.median(self._seconds)
-        speed = sum(self._tokens) / sum(self._seconds) if sum(self._seconds) else 0.0
-        return {
+        fields = {
             "step": f"{line['step']}/{self._total}",
             "loss": "nan" if line["loss"] is None else f"{line['loss']:.4f}",
-            "tokens_per_s": f"{speed:.1f}",
             "host_rss": format_bytes(line["host_rss_bytes"]),
             "ssd_read": format_bytes(line["ssd_read_bytes"]),
             "ssd_write": format_bytes(line["ssd_write_bytes"]),
-            "time_left": format_duration((self._total - line["step"]) * seconds),
         }
+        if not self._compiled:
+            self._compiled = True
+            return fields
+        self._seconds.append(line["step_seconds"])
+        self._tokens.append(line["tokens"])
+        speed = sum(self._tokens) / sum(self._seconds) if sum(self._seconds) else 0.0
+        left = (self._total - line["step"]) * statistics.median(self._seconds)
+        return {**fields, "tokens_per_s": f"{speed:.1f}", "time_left": format_duration(left)}
 
 
 class _Lines:

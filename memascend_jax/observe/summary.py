@@ -9,19 +9,12 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from memascend_jax.observe.step_clock import SPANS
 from memascend_jax.units import format_bytes, format_duration
 
 #: Question, the data's answer, the model's answer before, and after.
 Sample = tuple[str, str, str, str]
-_SPLIT = (
-    "ssd_read_wait",
-    "ssd_write_wait",
-    "host_to_device",
-    "compute",
-    "device_to_host",
-    "optimizer",
-    "commit",
-)
+_SPLIT = ("compute", *SPANS)
 
 
 def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:

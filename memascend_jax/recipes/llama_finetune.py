@@ -13,7 +13,7 @@ import argparse
 from collections.abc import Sequence
 from typing import NoReturn
 
-from memascend_jax.observe.failure import exit_status, run_program
+from memascend_jax.observe.failure import EXIT_STATUSES, exit_status, run_program
 
 PROGRAM = "python -m memascend_jax.recipes.llama_finetune"
 
@@ -22,8 +22,7 @@ keys (key=default; later settings win, overrides win over files):
 
 {keys}
 
-exit status: 0 done, 1 run failed, 2 configuration, 3 machine unfit, 4 does not fit, 5 data, 6 storage,
-7 loss or gradient not finite, 75 stopped and can be resumed, 130 interrupted twice
+{statuses}
 
 shipped recipes for --config: {recipes}
 """
@@ -57,7 +56,9 @@ def build_parser() -> argparse.ArgumentParser:
         prog=PROGRAM,
         description="Full-parameter fine-tuning with parameters, masters and moments on SSD.\n"
         "Without arguments: SmolLM2-135M-Instruct on questions about the Python standard library.",
-        epilog=_EPILOG.format(keys=describe_keys(), recipes=", ".join(recipe_names()) or "none"),
+        epilog=_EPILOG.format(
+            keys=describe_keys(), statuses=EXIT_STATUSES, recipes=", ".join(recipe_names()) or "none"
+        ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

@@ -6,13 +6,15 @@ from __future__ import annotations
 import json
 import re
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from memascend_jax import cli
+from memascend_jax import cli, errors
 from memascend_jax.config import Config
+from memascend_jax.observe import failure
 from memascend_jax.recipes import llama_finetune
 from memascend_jax.storage.tensor_store import TensorStore
 
@@ -39,6 +41,15 @@ def test_help_of_the_recipe_documents_every_key(capsys: pytest.CaptureFixture[st
         "tiny_random",
     ):
         assert expected in text
+
+
+@pytest.mark.parametrize("main", [llama_finetune.main, cli.main])
+def test_help_names_every_exit_status(main: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out.partition("exit status:")[2]
+    statuses = {kind.exit_code for kind in errors.MemascendError.__subclasses__()}
+    assert statuses | {0, 1, failure.INTERRUPTED} == {int(number) for number in re.findall(r"\b\d+\b", text)}
 
 
 def test_wrong_configuration_ends_the_recipe_with_2_before_anything_is_made(

@@ -128,7 +128,11 @@ def test_time_left_ignores_the_step_that_compiles() -> None:
         on_line(line(1, step_seconds=100.0))
         on_line(line(2, step_seconds=2.0))
         on_line(line(3, step_seconds=2.0))
-    assert "tokens_per_s=50.0" in text_of(out).splitlines()[-1]
+    first, last = text_of(out).splitlines()
+    assert "tokens_per_s=50.0" in last
+    assert "time_left=0.0s" in last
+    assert "tokens_per_s" not in first
+    assert "time_left" not in first
 
 
 def test_terminal_gets_a_bar_with_the_figures() -> None:
