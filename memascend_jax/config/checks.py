@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from memascend_jax.config.schema import Config
+from memascend_jax.models.hf_config import config_faults
+from memascend_jax.models.shapes import LlamaConfig
 
 Finding = tuple[tuple[str, ...], str]
 
@@ -76,11 +78,21 @@ def _model_and_data(config: Config) -> Iterator[Finding]:
         )
     if data.eval_source is not None and data.source == "random":
         yield ("data.eval_source", "data.source"), "data.eval_source cannot go with data.source=random"
-    positions = model.config.get("max_position_embeddings")
-    if is_random and isinstance(positions, int) and data.seq_len > positions:
+    if is_random and model.config:
+        yield from _random_model(config)
+
+
+def _random_model(config: Config) -> Iterator[Finding]:
+    shape, seq_len = config.model.config, config.data.seq_len
+    faults = config_faults(shape)
+    for fault in faults:
+        # Most sentences begin with the key that they are about.
+        yield (f"model.config.{fault.split()[0]}",), f"model.config: {fault}"
+    positions = 0 if faults else LlamaConfig.from_hf(shape).max_position_embeddings
+    if 0 < positions < seq_len:
         yield (
             ("data.seq_len", "model.config.max_position_embeddings"),
-            f"data.seq_len={data.seq_len} is more than the model's {positions} positions"
+            f"data.seq_len={seq_len} is more than the model's {positions} positions"
             " (model.config.max_position_embeddings)",
         )
 

@@ -19,16 +19,15 @@ _FIXED: dict[str, Any] = {
     "pretraining_tp": 1,
 }
 
+#: Where the rope settings are: since transformers 5, and before.
+_ROPE = ("rope_parameters", "rope_scaling")
+
 #: ``attention_dropout`` is accepted at any value: fine-tuning here is without dropout, as inference is.
 
 
 def read_llama_config(config: Mapping[str, Any]) -> LlamaConfig:
     """Returns the shape that ``config`` describes; see ``LlamaConfig.from_hf``."""
-    faults = _architecture_faults(config) or [
-        *_option_faults(config),
-        *_size_faults(config),
-        *_number_faults(config),
-    ]
+    faults = config_faults(config)
     if faults:
         raise DataError(f"cannot use this model config: {'; '.join(faults)}")
     heads = int(config["num_attention_heads"])
@@ -46,6 +45,15 @@ def read_llama_config(config: Mapping[str, Any]) -> LlamaConfig:
         eos_token_id=tuple(eos) if isinstance(eos, list | tuple) else eos,
         pad_token_id=config.get("pad_token_id"),
     )
+
+
+def config_faults(config: Mapping[str, Any]) -> list[str]:
+    """Returns what keeps ``config`` from being computed here, a sentence each; empty when it can be."""
+    return _architecture_faults(config) or [
+        *_option_faults(config),
+        *_size_faults(config),
+        *_number_faults(config),
+    ]
 
 
 def write_llama_config(config: LlamaConfig) -> dict[str, Any]:
@@ -83,12 +91,13 @@ def write_llama_config(config: LlamaConfig) -> dict[str, Any]:
 
 
 def _architecture_faults(config: Mapping[str, Any]) -> list[str]:
-    names = [
-        *(config.get("architectures") or []),
-        *([config["model_type"]] if "model_type" in config else []),
-    ]
-    unknown = [name for name in names if name not in ("LlamaForCausalLM", "llama")]
-    return [f"architecture {name!r} is not known here; known is 'LlamaForCausalLM'" for name in unknown]
+    listed = config.get("architectures") or []
+    names = [*(listed if isinstance(listed, list) else [listed]), config.get("model_type") or "llama"]
+    unknown = [repr(name) for name in names if name not in ("LlamaForCausalLM", "llama")]
+    if not unknown:
+        return []
+    # A model names itself twice, by its class and by its type.
+    return [f"architecture {' / '.join(unknown)} is not known here; known is 'LlamaForCausalLM'"]
 
 
 def _option_faults(config: Mapping[str, Any]) -> list[str]:
@@ -96,6 +105,11 @@ def _option_faults(config: Mapping[str, Any]) -> list[str]:
         f"{key} is {config[key]!r}, only {value!r} is computed here"
         for key, value in _FIXED.items()
         if config.get(key) not in (None, value)
+    ]
+    faults += [
+        f"{key} is {config[key]!r}, expected keys with values"
+        for key in _ROPE
+        if config.get(key) and not isinstance(config[key], Mapping)
     ]
     rope = _rope(config)
     rope_type = _or(rope, "rope_type", _or(rope, "type", "default"))
@@ -142,8 +156,8 @@ def _number_faults(config: Mapping[str, Any]) -> list[str]:
 
 
 def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The rope settings: ``rope_parameters`` since transformers 5, ``rope_scaling`` before."""
-    return config.get("rope_parameters") or config.get("rope_scaling") or {}
+    """The rope settings; what is no mapping is a fault of its own."""
+    return next((config[key] for key in _ROPE if config.get(key) and isinstance(config[key], Mapping)), {})
 
 
 def _or(values: Mapping[str, Any], key: str, default: Any) -> Any:

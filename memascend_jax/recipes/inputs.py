@@ -15,7 +15,7 @@ from memascend_jax.checkpoints.source import Checkpoint, open_checkpoint
 from memascend_jax.config import Config
 from memascend_jax.data.dataset import Dataset, build_dataset
 from memascend_jax.data.tokenize import Coder
-from memascend_jax.errors import DataError
+from memascend_jax.errors import ConfigError
 from memascend_jax.models.shapes import LlamaConfig
 from memascend_jax.units import MIB
 
@@ -46,6 +46,7 @@ def open_model(config: Config) -> ModelSource:
 
     Raises:
         DataError: the model cannot be fetched, is damaged, or is of an architecture this program does not compute.
+        ConfigError: ``data.seq_len`` is more than the model's positions.
     """
     source = config.model.source
     if source == RANDOM:
@@ -55,7 +56,7 @@ def open_model(config: Config) -> ModelSource:
     checkpoint = open_checkpoint(smollm2_135m_path() if source == SMOLLM2 else source)
     shape = LlamaConfig.from_hf(checkpoint.config)
     if config.data.seq_len > shape.max_position_embeddings:
-        raise DataError(
+        raise ConfigError(
             f"data.seq_len={config.data.seq_len} is more than the {shape.max_position_embeddings} positions of "
             f"the model in {source!r}"
         )

@@ -71,7 +71,18 @@ PROMISED_KEYS = [
     "run.trace",
     "run.export",
 ]
-RANDOM_MODEL = ["model.source=random", "model.config.hidden_size=64", "data.source=random"]
+SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "vocab_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+RANDOM_MODEL = [
+    "model.source=random",
+    "data.source=random",
+    *(f"model.config.{key}={value}" for key, value in SHAPE.items()),
+]
 
 
 def write(path: Path, text: str) -> Path:
@@ -249,6 +260,13 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
             [*RANDOM_MODEL, "model.config.max_position_embeddings=8", "data.seq_len=9"],
             "data.seq_len=9 is more than the model's 8 positions",
         ),
+        ([*RANDOM_MODEL, "data.seq_len=2049"], "data.seq_len=2049 is more than the model's 2048 positions"),
+        (
+            [*RANDOM_MODEL, "model.config.num_attention_heads=7"],
+            "model.config: hidden_size 64 is not a multiple of num_attention_heads 7",
+        ),
+        ([*RANDOM_MODEL, "model.config.vocab_size=many"], "model.config: vocab_size is 'many'"),
+        ([*RANDOM_MODEL, "model.config.model_type=gpt2"], "model.config: architecture 'gpt2' is not known"),
         (["train.steps=null"], "one of train.steps and train.epochs must be set, neither is"),
         (
             ["train.steps=2", "optimizer.warmup_steps=3"],
@@ -279,6 +297,13 @@ def test_contradictions_name_the_keys(overrides: list[str], expected: str) -> No
 def test_setting_that_nothing_would_obey_is_refused(override: str) -> None:
     assert f"{override.split('=')[0]}" in faults_of(overrides=(override,))
     assert "not available in this version" in faults_of(overrides=(override,))
+
+
+def test_impossible_model_is_pointed_at(tmp_path: Path) -> None:
+    shape = "".join(f"    {key}: {value}\n" for key, value in {**SHAPE, "vocab_size": -3}.items())
+    text = f"model:\n  source: random\n  config:\n{shape}data: {{source: random}}\n"
+    path = write(tmp_path / "m.yaml", text)
+    assert f"{path}:6:17: model.config: vocab_size is -3, expected a positive whole number" in faults_of(path)
 
 
 def test_contradictions_are_reported_beside_wrong_values() -> None:

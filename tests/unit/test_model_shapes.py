@@ -86,6 +86,8 @@ def test_left_out_keys_have_hugging_faces_defaults():
     [
         ({"architectures": ["Qwen2ForCausalLM"]}, "architecture 'Qwen2ForCausalLM' is not known here"),
         ({"model_type": "gemma"}, "architecture 'gemma' is not known here"),
+        ({"architectures": "GemmaForCausalLM"}, "architecture 'GemmaForCausalLM' is not known here"),
+        ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn', expected keys with values"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope type 'llama3' is not known here"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type 'linear'"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope type 'yarn'"),
@@ -106,6 +108,13 @@ def test_left_out_keys_have_hugging_faces_defaults():
 def test_what_is_not_computed_here_is_refused_by_name(change, message):
     with pytest.raises(DataError, match=message):
         LlamaConfig.from_hf({**SMOLLM2, **change})
+
+
+def test_an_unknown_architecture_is_reported_once():
+    with pytest.raises(DataError) as caught:
+        LlamaConfig.from_hf({**SMOLLM2, "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"})
+    assert str(caught.value).count("is not known here") == 1
+    assert "'GPT2LMHeadModel' / 'gpt2'" in str(caught.value)
 
 
 def test_all_faults_are_listed_at_once():
