@@ -21,7 +21,6 @@ UNAVAILABLE: dict[str, frozenset[Any]] = {
     "optimizer.state_format": frozenset({"split", "split_bf16", "bf16", "int8"}),
     "offload.placement": frozenset({"host"}),
     "offload.update": frozenset({"in_backward"}),
-    "run.trace": frozenset({True}),
 }
 
 

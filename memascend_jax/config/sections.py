@@ -222,5 +222,11 @@ class RunSection(Section):
     deterministic: bool = Field(
         default=False, description="Ask XLA for results that repeat bit for bit on a GPU."
     )
-    trace: bool = Field(default=False, description="Write trace.json, a timeline for Perfetto.")
+    trace: bool = Field(
+        default=False, description="Write trace.json, a timeline of reads, writes, stages, tiles and waits."
+    )
+    trace_gzip: bool = Field(default=False, description="Compress the timeline: trace.json.gz.")
+    meter_seconds: Positive = Field(
+        default=0.25, description="Time between the samples of memory in meter.jsonl, in seconds."
+    )
     export: bool = Field(default=True, description="Write export/, a Hugging Face folder, at the end.")

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from memascend_jax.errors import RunError
 from memascend_jax.memory.arena import PinnedArena, Slot
 from memascend_jax.memory.lease import Lease, Pending
+from memascend_jax.observe import trace
 
 __all__ = ["Lease", "SizeClass", "SlotPool"]
 
@@ -112,7 +113,8 @@ class SlotPool:
                 slow = now + 2 * (now - began)
             if timeout_s is not None:
                 pause = min(pause, max(timeout_s - (now - began), 0.0))
-            self._arena.wait_epoch(epoch, pause)
+            with trace.span(trace.WAIT, "for a slot of", class_name):
+                self._arena.wait_epoch(epoch, pause)
 
     def free_count(self, class_name: str) -> int:
         """Returns how many slots of the class can be leased without waiting."""
@@ -120,6 +122,14 @@ class SlotPool:
         with self._lock:
             _reap(wanted)
             return len(wanted.free)
+
+    def leased_bytes(self) -> dict[str, int]:
+        """Returns the bytes of each class that are leased or still being read."""
+        with self._lock:
+            return {
+                name: owned.size.nbytes * (len(owned.leases) + len(owned.draining))
+                for name, owned in self._classes.items()
+            }
 
     @property
     def classes(self) -> dict[str, SizeClass]:

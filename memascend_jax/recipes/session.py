@@ -11,6 +11,7 @@ from memascend_jax.config import Config
 from memascend_jax.memory.arena import PinnedArena
 from memascend_jax.memory.pool import SlotPool
 from memascend_jax.models.llama import LlamaStages
+from memascend_jax.observe import trace
 from memascend_jax.observe.step_clock import StepClock
 from memascend_jax.optim.adamw import AdamW
 from memascend_jax.optim.schedules import build_schedule
@@ -23,6 +24,7 @@ from memascend_jax.training.rows_ahead import RowsAhead
 from memascend_jax.training.ssd_placement import SsdPlacement
 from memascend_jax.training.stage_functions import StageFunctions
 from memascend_jax.training.step import TrainStep
+from memascend_jax.training.trace_stages import trace_stages
 from memascend_jax.training.update import Updater, decayed_tensors
 from memascend_jax.transfer import Transfer, make_transfer
 
@@ -36,6 +38,7 @@ class Session:
     train_step: TrainStep
     clock: StepClock
     arena: PinnedArena
+    pool: SlotPool
 
 
 @contextmanager
@@ -62,7 +65,12 @@ def open_session(
     model = _build_model(plan, placement, clock, rows)
     try:
         yield Session(
-            placement, model, _build_step(config, plan, model, placement, rows, total_steps), clock, arena
+            placement,
+            model,
+            _build_step(config, plan, model, placement, rows, total_steps),
+            clock,
+            arena,
+            pool,
         )
     except BaseException:
         with suppress(Exception):
@@ -92,6 +100,8 @@ def _build_model(plan: RunPlan, placement: Placement, clock: StepClock, rows: Ro
     fmt = plan.layout.format
     stages = LlamaStages(plan.layout.config, fmt.param_dtype)
     functions = StageFunctions(stages, fmt.grad_dtype)
+    if trace.current is not None:
+        trace_stages(functions, trace.current)
     return StreamedModel(
         plan.layout,
         functions,

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from memascend_jax.observe.trace import READ, WRITE
 from memascend_jax.storage.batch import Requests
 from memascend_jax.storage.engine import EngineTicket
+from memascend_jax.storage.io_trace import describe
 from memascend_jax.storage.read_checks import Check, mismatch
 
 if TYPE_CHECKING:
@@ -46,6 +48,16 @@ class Ticket:
             self._error = mismatch(checks, self._io.volume.path)
         if self._error is not None:
             raise self._error
+
+    def __str__(self) -> str:
+        if self.settled:
+            return "batch that is done"
+        writes = self.requests.writes or self.requests.scratch_writes
+        return (
+            f"write of {describe(self.requests, WRITE)}"
+            if writes
+            else f"read of {describe(self.requests, READ)}"
+        )
 
     def fail(self, error: Exception) -> None:
         """Sets what ``wait`` raises."""

@@ -18,9 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from memascend_jax.errors import StoreError
+from memascend_jax.observe import trace
 from memascend_jax.storage.batch import Requests, Span
 from memascend_jax.storage.checksum import crc32c_many, unit_pieces
 from memascend_jax.storage.engine import EngineTicket
+from memascend_jax.storage.io_trace import record_transfers
 from memascend_jax.storage.layout import Int64Array
 from memascend_jax.storage.read_checks import expected_checksums, expected_unit_checksums, tiles_of
 from memascend_jax.storage.store_errors import StoreIOError
@@ -85,14 +87,17 @@ class TileIo:
         if ticket.settled:
             return
         error: Exception | None = None
-        for engine_ticket in ticket.engine_tickets:
-            try:
-                engine_ticket.wait()
-            except OSError as failure:
-                error = error or self._explained(ticket.requests, failure)
+        with trace.span(trace.WAIT, "for", ticket):
+            for engine_ticket in ticket.engine_tickets:
+                try:
+                    engine_ticket.wait()
+                except OSError as failure:
+                    error = error or self._explained(ticket.requests, failure)
         with self.lock:
             if ticket.settled:
                 return
+            if trace.current is not None:
+                record_transfers(trace.current, ticket.requests, ticket.engine_tickets, self.volume.paths)
             for tensor, tile, _ in ticket.requests.writes:
                 if tensor.last_write[tile] == ticket.serial:
                     (tensor.poisoned.discard if error is None else tensor.poisoned.add)(tile)

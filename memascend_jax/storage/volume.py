@@ -11,9 +11,11 @@ from errno import EIO
 import numpy as np
 import numpy.typing as npt
 
+from memascend_jax.observe import trace
 from memascend_jax.storage.checksum import crc32c_bytes
 from memascend_jax.storage.device import Member
 from memascend_jax.storage.engine import Engine, EngineFactory, EngineTicket, address_of, aligned_buffer
+from memascend_jax.storage.io_trace import record_transfers
 from memascend_jax.storage.layout import SESSION_OFFSET, SUPERBLOCK_OFFSETS, Int64Array, Striping
 from memascend_jax.storage.statistics import MemberStatistics, Traffic, member_statistics
 from memascend_jax.storage.store_errors import StoreIOError
@@ -39,6 +41,11 @@ class Volume:
         """The path that messages about the store as a whole name."""
         return self.members[0].path
 
+    @property
+    def paths(self) -> list[str]:
+        """The paths of the members, as the user gave them."""
+        return [member.path for member in self.members]
+
     def submit_read(
         self, extents: Int64Array, keepalive: object = None, urgent: bool = False
     ) -> EngineTicket:
@@ -54,7 +61,7 @@ class Volume:
         into = aligned_buffer(nbytes)
         segments = np.array([[member, offset, address_of(into), nbytes]], np.int64)
         try:
-            self._submit_read(segments, into).wait()
+            self._finish(self._submit_read(segments, into))
         except OSError as error:
             raise self.io_error("read the metadata of", error) from error
         return into
@@ -63,7 +70,7 @@ class Volume:
         """Writes ``pieces`` and waits for them; ``flush`` makes them durable."""
         rows = [[member, offset, address_of(data), data.nbytes] for member, offset, data in pieces]
         try:
-            self._submit_write(np.array(rows, np.int64), [data for _, _, data in pieces]).wait()
+            self._finish(self._submit_write(np.array(rows, np.int64), [data for _, _, data in pieces]))
         except OSError as error:
             raise self.io_error("write the metadata of", error) from error
 
@@ -87,7 +94,8 @@ class Volume:
     def flush(self) -> None:
         """Makes everything written durable on every member."""
         try:
-            self.engine.flush()
+            with trace.span(trace.WAIT, "for the flush of", self.path):
+                self.engine.flush()
         except OSError as error:
             raise self.io_error("flush", error) from error
 
@@ -95,7 +103,7 @@ class Volume:
         """Returns what each member has done since it was opened."""
         measure = getattr(self.engine, "statistics", None)
         measured = None if measure is None else measure()
-        return member_statistics([member.path for member in self.members], self._traffic, measured)
+        return member_statistics(self.paths, self._traffic, measured)
 
     def locate(self, store_address: int) -> tuple[str, int]:
         """Returns (path, offset) of one byte of the store's address space."""
@@ -125,6 +133,12 @@ class Volume:
     def _submit_write(self, segments: Int64Array, keepalive: object) -> EngineTicket:
         self._traffic.add("write", segments)
         return self.engine.submit_write(segments, keepalive)
+
+    def _finish(self, ticket: EngineTicket) -> None:
+        """Waits for a transfer of metadata."""
+        ticket.wait()
+        if trace.current is not None:
+            record_transfers(trace.current, None, [ticket], self.paths)
 
     def close(self) -> None:
         """Drains the I/O in flight and closes the members, which releases their locks."""

@@ -18,6 +18,7 @@ import numpy as np
 from memascend_jax.data.packing import Microbatch
 from memascend_jax.dtypes import to_dtype
 from memascend_jax.models.shapes import EMBED_NAME, NORM_NAME
+from memascend_jax.observe import trace
 from memascend_jax.observe.step_clock import StepClock
 from memascend_jax.training.batch_rows import BatchRows, collect_rows
 from memascend_jax.training.gradients import RowGradient, StepGradients
@@ -200,6 +201,7 @@ class StreamedModel:
         losses = [
             functions.head_loss(carry, batch.weights) for carry, batch in zip(carries, batches, strict=True)
         ]
+        trace.phase("backward")
         dxns = [functions.zeros(xn.shape, "float32") for xn in normed]
         padded_rows = functions.put(rows.padded)
         table_rows = functions.zeros((len(rows.padded), self._hidden), "float32") if layout.tied else None

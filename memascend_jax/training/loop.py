@@ -13,6 +13,7 @@ from memascend_jax.data.batches import BatchOrder
 from memascend_jax.data.packing import Microbatch, PackedExamples
 from memascend_jax.errors import NonfiniteError, StoppedError
 from memascend_jax.memory.meter import Meter
+from memascend_jax.observe import trace
 from memascend_jax.observe.step_clock import StepClock
 from memascend_jax.training.forward_backward import StreamedModel
 from memascend_jax.training.placement import Placement
@@ -113,6 +114,7 @@ class Trainer:
                 extra["loss_first"] = result.loss
             state = state.after(step, self._metrics.write(line), result.tokens, **extra)
             self.placement.begin_commit(state.encode())
+            trace.phase(None)
             on_line(line)
             state = after_step(state)
         self._drain(state.step)

@@ -66,6 +66,10 @@ class UpdateGroup:
     pieces: tuple[UpdatePiece, ...]
     nbytes: int
 
+    def __str__(self) -> str:
+        first, more = self.pieces[0], len(self.pieces) - 1
+        return f"{first.tensor}[{first.tile}]" + (f" and {more} more" if more else "")
+
 
 GRADIENT, PARAMETER = "gradient", "parameter"
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from memascend_jax.errors import RunError
+from memascend_jax.observe import trace
 from memascend_jax.training.placement import LoadedStage, Placement
 from memascend_jax.training.stage_schedule import Action, StageKey
 
@@ -36,6 +37,8 @@ class Prefetcher:
         Raises:
             RunError: ``key`` is not the next of the sequence, or its parameters are from before an update.
         """
+        if trace.current is not None:
+            trace.current.stage = str(key)
         expected = self._sequence[self._position]
         if key != expected:
             raise RunError(f"stage {key} was used at position {self._position}, where {expected} is planned")

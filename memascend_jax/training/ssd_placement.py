@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from memascend_jax.dtypes import to_dtype
 from memascend_jax.memory.pool import Lease, SlotPool
+from memascend_jax.observe import trace
 from memascend_jax.observe.step_clock import StepClock
 from memascend_jax.optim.state_format import itemsize
 from memascend_jax.storage.tensor_store import Scratch, TensorStore, Ticket
@@ -100,7 +101,8 @@ class SsdPlacement:
         scratch = self._gradients[tensor]
         with self._clock.span("optimizer"):
             self._update.wait_consumed(tensor)
-        gradient.block_until_ready()
+        with trace.span(trace.WAIT, "for the gradient of", tensor):
+            gradient.block_until_ready()
         for run in self._host.runs(tensor, start, n_elements):
             lease = None
             if run.address is None:
@@ -146,7 +148,8 @@ class SsdPlacement:
 
     def _commit(self, updating: Future[None] | None, run_state: bytes) -> None:
         if updating is None or updating.exception() is None:
-            self._store.commit(run_state)
+            with trace.span(trace.PHASE, "commit"):
+                self._store.commit(run_state)
 
     def finish_commit(self) -> None:
         self.finish_update()

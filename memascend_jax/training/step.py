@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from memascend_jax.data.packing import Microbatch
 from memascend_jax.errors import NonfiniteError
+from memascend_jax.observe import trace
 from memascend_jax.optim.adamw import UpdateScale
 from memascend_jax.training.batch_rows import collect_rows
 from memascend_jax.training.forward_backward import StreamedModel
@@ -61,6 +62,7 @@ class TrainStep:
         Raises:
             NonfiniteError: the loss or a gradient is inf or nan; nothing was updated.
         """
+        trace.phase("forward")
         rows = collect_rows(micro_batches, self._model.layout.config.vocab_size, following)
         loss, gradients = self._model.loss_and_gradients(micro_batches, rows)
         if not math.isfinite(loss):

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from memascend_jax.dtypes import to_dtype
 from memascend_jax.models.shapes import EMBED_NAME
+from memascend_jax.observe import trace
 from memascend_jax.optim.adamw import AdamW, TileAddresses, UpdateScale, update_tile
 from memascend_jax.optim.state_format import MASTER, MU, NU
 from memascend_jax.training.gradients import RowGradient, StepGradients
@@ -85,16 +86,18 @@ class Updater:
             param = out[begin : begin + step] if fmt.has_master else state[PARAMETER]
             arrays = {**state, GRADIENT: grad, PARAMETER: param}
             addresses = {leaf: array.ctypes.data for leaf, array in arrays.items()}
-            self._update(EMBED_NAME, addresses.__getitem__, grad.size, scale)
+            with trace.span(trace.UPDATE, "update rows of", EMBED_NAME):
+                self._update(EMBED_NAME, addresses.__getitem__, grad.size, scale)
             out[begin : begin + step] = param
         return out
 
     def _tile_update(self, gradients: StepGradients, scale: UpdateScale) -> Callable[[LoadedGroup], None]:
         def update(loaded: LoadedGroup) -> None:
-            for piece in loaded.group.pieces:
-                if piece.tensor == gradients.table and gradients.table_gradient is not None:
-                    self._overlay_rows(loaded, piece, gradients.table_gradient)
-                self._update(piece.tensor, partial(loaded.address, piece), piece.n_elements, scale)
+            with trace.span(trace.UPDATE, "update", loaded.group):
+                for piece in loaded.group.pieces:
+                    if piece.tensor == gradients.table and gradients.table_gradient is not None:
+                        self._overlay_rows(loaded, piece, gradients.table_gradient)
+                    self._update(piece.tensor, partial(loaded.address, piece), piece.n_elements, scale)
 
         return update
 

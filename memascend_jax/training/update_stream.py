@@ -24,6 +24,7 @@ from memascend_jax._native import _core
 from memascend_jax.dtypes import to_dtype
 from memascend_jax.errors import RunError
 from memascend_jax.memory.pool import Lease, SlotPool
+from memascend_jax.observe import trace
 from memascend_jax.optim.state_format import itemsize
 from memascend_jax.storage.engine import address_of
 from memascend_jax.storage.tensor_store import Scratch, TensorStore, Ticket
@@ -173,7 +174,8 @@ class UpdateStream:
         reading: deque[_Reading] = deque()
         writing: deque[tuple[Ticket, Lease]] = deque()
         try:
-            self._stream(skip_gradient, apply, reading, writing)
+            with trace.span(trace.PHASE, "update"):
+                self._stream(skip_gradient, apply, reading, writing)
         finally:
             # After a failure the kernel may still be using these slots: wait before they are lent again.
             for ticket, lease in [*((item.ticket, item.lease) for item in reading if item.leased), *writing]:
@@ -196,7 +198,8 @@ class UpdateStream:
                 reading.append(self._begin(index, group, skip_gradient, reading, writing))
             item = reading[0]
             item.ticket.wait()
-            self._wait_for_reader(item.group)
+            with trace.span(trace.WAIT, "for the stage of", item.group):
+                self._wait_for_reader(item.group)
             apply(self._loaded(item, skip_gradient))
             written = self._write(item)
             reading.popleft()
