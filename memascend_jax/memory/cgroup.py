@@ -9,6 +9,8 @@ from pathlib import Path, PurePosixPath
 
 #: v1 writes "no limit" as the largest page-aligned signed number.
 _UNLIMITED_V1 = 1 << 62
+_USAGE = {1: "memory.usage_in_bytes", 2: "memory.current"}
+_LIMIT = {1: "memory.limit_in_bytes", 2: "memory.max"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,18 +35,35 @@ class CgroupMemory:
         return max(self.limit_bytes - self.usage_bytes + self.reclaimable_bytes, 0)
 
 
+def usage_file(root: Path = Path("/")) -> Path | None:
+    """Returns where the usage of the process's innermost memory cgroup stands, in bytes; None outside one.
+
+    Found once it is cheap enough to be sampled. ``root`` as for ``memory_cgroups``.
+    """
+    for chain, version in _chains(root):
+        for folder in chain:
+            if (folder / _USAGE[version]).is_file():
+                return folder / _USAGE[version]
+    return None
+
+
 def memory_cgroups(root: Path = Path("/")) -> list[CgroupMemory]:
     """Returns the memory cgroup of this process and all its ancestors, innermost first; any may be the tight one.
 
     Args:
         root: where ``/proc`` and the cgroup mounts are looked for; another folder in tests.
     """
-    for folder, mount_point, version in _own_folders(root):
-        chain = [folder, *(parent for parent in folder.parents if parent.is_relative_to(mount_point))]
+    for chain, version in _chains(root):
         found = [group for group in (_read_group(path, version) for path in chain) if group is not None]
         if found:
             return found
     return []
+
+
+def _chains(root: Path) -> Iterator[tuple[list[Path], int]]:
+    """Yields (this process's folder and its ancestors, version) for each hierarchy that may control memory."""
+    for folder, mount_point, version in _own_folders(root):
+        yield [folder, *(parent for parent in folder.parents if parent.is_relative_to(mount_point))], version
 
 
 def _own_folders(root: Path) -> Iterator[tuple[Path, Path, int]]:
@@ -81,19 +100,19 @@ def _cgroup_paths(root: Path) -> dict[str, str]:
 
 
 def _read_group(folder: Path, version: int) -> CgroupMemory | None:
-    v2 = version == 2
-    usage = _number(folder / ("memory.current" if v2 else "memory.usage_in_bytes"))
+    usage = read_number(folder / _USAGE[version])
     if usage is None:
         return None  # the root group of v2 has no such files
-    limit = _number(folder / ("memory.max" if v2 else "memory.limit_in_bytes"))
+    statistics = dict(line.split(" ", 1) for line in _lines(folder / "memory.stat") if " " in line)
+    reclaimable = statistics.get("inactive_file" if version == 2 else "total_inactive_file", "0")
+    limit = read_number(folder / _LIMIT[version])
     if limit is not None and limit >= _UNLIMITED_V1:
         limit = None
-    statistics = dict(line.split(" ", 1) for line in _lines(folder / "memory.stat") if " " in line)
-    reclaimable = statistics.get("inactive_file" if v2 else "total_inactive_file", "0")
     return CgroupMemory(limit, usage, int(reclaimable))
 
 
-def _number(path: Path) -> int | None:
+def read_number(path: Path) -> int | None:
+    """Returns the number that a file of the kernel holds; None when it holds none, or is not there."""
     lines = _lines(path)
     return int(lines[0]) if lines and lines[0].isdigit() else None
 

@@ -5,14 +5,21 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 
-from memascend_jax.memory.cgroup import memory_cgroups
+from memascend_jax.memory.cgroup import memory_cgroups, read_number, usage_file
+from memascend_jax.observe import trace
+from memascend_jax.observe.meter_log import MeterLog
 
-#: When the series reaches this length, every second sample is dropped and the interval doubled.
-_LONGEST_SERIES = 4096
+#: After this many samples the interval doubles: the series of a run of days stays a few megabytes.
+_SAMPLES_PER_INTERVAL = 4096
+
+#: What else is sampled: (name, value), always the same names; None where a value is not known.
+Gauges = Callable[[], Mapping[str, int | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +32,6 @@ class MemorySample:
         locked_bytes: pinned by mlock.
         peak_rss_bytes: the highest resident memory since the process began (VmHWM), exact between samples too.
         cgroup_usage_bytes: of the innermost memory cgroup; None outside one.
-        cgroup_limit_bytes: the tightest limit among the process's cgroups; None without one.
     """
 
     time_s: float
@@ -36,14 +42,12 @@ class MemorySample:
     locked_bytes: int
     peak_rss_bytes: int
     cgroup_usage_bytes: int | None
-    cgroup_limit_bytes: int | None
 
 
 def take_sample() -> MemorySample:
-    """Returns the memory of this process now."""
+    """Returns the memory of this process now. The cgroup is the one that the process was in at the first call."""
     status = _status()
-    groups = memory_cgroups()
-    limits = [group.limit_bytes for group in groups if group.limit_bytes is not None]
+    usage = _usage_file()
     return MemorySample(
         time_s=time.monotonic(),
         rss_bytes=status["VmRSS"],
@@ -52,14 +56,19 @@ def take_sample() -> MemorySample:
         shared_bytes=status["RssShmem"],
         locked_bytes=status["VmLck"],
         peak_rss_bytes=status["VmHWM"],
-        cgroup_usage_bytes=groups[0].usage_bytes if groups else None,
-        cgroup_limit_bytes=min(limits, default=None),
+        cgroup_usage_bytes=read_number(usage) if usage else None,
     )
 
 
 def peak_rss_bytes() -> int:
     """Returns the highest resident memory of this process so far (VmHWM)."""
     return _status()["VmHWM"]
+
+
+def memory_limit_bytes() -> int | None:
+    """Returns the tightest memory limit among this process's cgroups; None without one."""
+    limits = [group.limit_bytes for group in memory_cgroups() if group.limit_bytes is not None]
+    return min(limits, default=None)
 
 
 def available_memory_bytes() -> int:
@@ -88,13 +97,16 @@ class Meter:
     """Samples the process's memory on a thread while its ``with`` block runs.
 
     Args:
-        interval_s: time between samples. The peak does not depend on it, the series does.
+        log: where the samples go; None: nowhere, ``snapshot`` works all the same.
+        interval_s: time between samples, doubled after each few thousand. The peak does not depend on it.
     """
 
-    def __init__(self, interval_s: float = 0.05) -> None:
+    def __init__(self, log: MeterLog | None = None, interval_s: float = 0.25) -> None:
+        self._log = log
         self._interval_s = interval_s
-        self._samples: list[MemorySample] = []
-        self._lock = threading.Lock()
+        self._gauges: Gauges = dict
+        self._gauges_lock = threading.Lock()
+        self._samples = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="memory-meter", daemon=True)
 
@@ -102,29 +114,58 @@ class Meter:
         """Returns the memory of this process now, freshly read."""
         return take_sample()
 
-    def series(self) -> list[MemorySample]:
-        """Returns the samples so far, at most a few thousand, evenly spaced however long the run."""
-        with self._lock:
-            return list(self._samples)
+    def use_gauges(self, gauges: Gauges) -> None:
+        """Samples ``gauges`` too from now on, on the meter's thread; ``dict`` ends that.
+
+        When this returns the former ones are not called any more.
+        """
+        with self._gauges_lock:
+            self._gauges = gauges
 
     def __enter__(self) -> Meter:
-        self._thread.start()
+        if self._log is not None:
+            self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stop.set()
-        self._thread.join()
+        if self._log is not None:
+            self._thread.join()
+            self._log.close()
 
     def _run(self) -> None:
         while not self._stop.wait(self._interval_s):
-            sample = take_sample()
-            with self._lock:
-                self._samples.append(sample)
-                if len(self._samples) >= _LONGEST_SERIES:
-                    del self._samples[1::2]
-                    self._interval_s *= 2
+            self._sample()
+            self._samples += 1
+            if self._samples % _SAMPLES_PER_INTERVAL == 0:
+                self._interval_s *= 2
+
+    def _sample(self) -> None:
+        assert self._log is not None, "the thread runs with a log only"
+        sample = take_sample()
+        with self._gauges_lock:
+            gauges = self._gauges()
+        values: dict[str, int | None] = {
+            "rss": sample.rss_bytes,
+            "peak": sample.peak_rss_bytes,
+            "anonymous": sample.anonymous_bytes,
+            "file": sample.file_bytes,
+            "shared": sample.shared_bytes,
+            "locked": sample.locked_bytes,
+            "cgroup": sample.cgroup_usage_bytes,
+            **gauges,
+        }
+        self._log.write(sample.time_s, values)
+        if trace.current is not None:
+            trace.current.count(
+                "memory",
+                {name: sample_bytes for name, sample_bytes in values.items() if sample_bytes is not None},
+            )
+
+
+_usage_file = cache(usage_file)
 
 
 def _status() -> dict[str, int]:

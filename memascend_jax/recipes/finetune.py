@@ -20,8 +20,11 @@ from memascend_jax.errors import StoppedError
 from memascend_jax.memory.allocator import limit_heap_growth, trim_heap
 from memascend_jax.memory.meter import Meter
 from memascend_jax.observe.failure import say_at_once
+from memascend_jax.observe.meter_log import MeterLog
 from memascend_jax.observe.metrics import MetricsFile, read_lines
 from memascend_jax.observe.screen import Screen
+from memascend_jax.observe.trace import recording
+from memascend_jax.recipes.gauges import build_gauges, meter_facts
 from memascend_jax.recipes.inputs import ModelSource, open_data, open_model
 from memascend_jax.recipes.planning import plan_config
 from memascend_jax.recipes.run_folder import RunFolder
@@ -144,6 +147,10 @@ def _set_up(job: Run, stack: ExitStack) -> tuple[Session, Trainer]:
             train.gradient_accumulation_steps,
             cache,
         )
+    run = job.config.run
+    if run.trace:
+        stack.enter_context(recording(job.folder.trace(compressed=run.trace_gzip)))
+    meter = stack.enter_context(Meter(MeterLog(job.folder.meter, meter_facts(job.plan)), run.meter_seconds))
     arena = stack.enter_context(open_arena(job.plan))
     store = None
     if job.plan.placement == "ssd":
@@ -152,7 +159,8 @@ def _set_up(job: Run, stack: ExitStack) -> tuple[Session, Trainer]:
             f"store: {store.io_backend}, {'direct' if store.direct else 'buffered'} I/O {store.io_reason}"
         )
     session = stack.enter_context(open_session(job.config, job.plan, arena, store, job.total_steps))
-    meter = stack.enter_context(Meter())
+    meter.use_gauges(build_gauges(session))
+    stack.callback(meter.use_gauges, dict)
     metrics = stack.enter_context(MetricsFile(job.folder.metrics, job.state.metrics_bytes))
     if not job.resumed:
         with job.screen.progress("reading the model", len(job.plan.layout.tensors)) as advance:

@@ -14,7 +14,7 @@ from memascend_jax.errors import RunError
 
 
 class RunFolder:
-    """``config.yaml``, ``plan.json``, ``status.json``, ``summary.json``, ``metrics.jsonl`` and ``export/`` of a run."""
+    """The files that a run leaves in ``run.dir``."""
 
     def __init__(self, config: Config) -> None:
         self.path = Path(config.run.dir).expanduser()
@@ -61,6 +61,13 @@ class RunFolder:
     @property
     def compile_cache(self) -> Path:
         return self.path / "compile_cache"
+
+    @property
+    def meter(self) -> Path:
+        return self.path / "meter.jsonl"
+
+    def trace(self, *, compressed: bool) -> Path:
+        return self.path / ("trace.json.gz" if compressed else "trace.json")
 
     def write_plan(self, plan: dict[str, Any]) -> None:
         self._write_json("plan.json", plan)

@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from memascend_jax.memory import meter as meter_module
 from memascend_jax.memory.arena import PinnedArena
-from memascend_jax.memory.cgroup import CgroupMemory, memory_cgroups
+from memascend_jax.memory.cgroup import CgroupMemory, memory_cgroups, read_number, usage_file
 from memascend_jax.memory.meter import (
     Meter,
     available_memory_bytes,
@@ -20,6 +21,7 @@ from memascend_jax.memory.meter import (
     process_io_bytes,
     take_sample,
 )
+from memascend_jax.observe.meter_log import MeterLog, read_meter
 
 MIB = 1 << 20
 #: The kernel updates resident counters in batches per thread.
@@ -50,14 +52,76 @@ def test_locked_memory_is_the_arenas() -> None:
     assert take_sample().locked_bytes == before
 
 
-def test_the_series_grows_while_the_meter_runs() -> None:
-    with Meter(interval_s=0.005) as meter:
+def test_the_log_has_what_the_process_and_the_gauges_say_over_time(tmp_path: Path) -> None:
+    path = tmp_path / "meter.jsonl"
+    meter = Meter(MeterLog(path, {"budget_bytes": 7}), interval_s=0.01)
+    with meter:
+        time.sleep(0.06)
+        block = np.ones(48 * MIB, np.uint8)
+        meter.use_gauges(lambda: {"leased:layer": 3, "device": None})
         time.sleep(0.1)
-        assert meter.snapshot().rss_bytes > 0
-    series = meter.series()
-    assert len(series) >= 3
-    assert all(a.time_s < b.time_s for a, b in pairwise(series))
-    assert meter.series() == series
+        meter.use_gauges(dict)
+        assert meter.snapshot().rss_bytes > block.nbytes
+    first = read_meter(path)[0]
+    (second,) = (series for series in read_meter(path) if "device" in series.columns)
+    assert first.facts == {"budget_bytes": 7}
+    assert all(a < b for a, b in pairwise([*first.seconds, *second.seconds]))
+    assert second.columns["leased:layer"] == [3] * len(second.seconds)
+    assert second.columns["device"] == [None] * len(second.seconds)
+    before, after = first.columns["anonymous"][0], second.columns["anonymous"][-1]
+    assert before is not None
+    assert after is not None
+    assert after - before >= 48 * MIB - SLACK
+    peaks = [*first.columns["peak"], *second.columns["peak"]]
+    assert all(a is not None and b is not None and a <= b for a, b in pairwise(peaks))
+
+
+def test_a_line_that_a_kill_cut_off_harms_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "meter.jsonl"
+    for session in range(3):
+        log = MeterLog(path, {"session": session})
+        log.write(time.monotonic(), {"rss": 5, "peak": 6})
+        log.write(time.monotonic(), {"rss": 7, "peak": 8})
+        log.close()
+        path.write_bytes(path.read_bytes()[:-4])
+    series = read_meter(path)
+    assert [one.facts["session"] for one in series] == [0, 1, 2]
+    assert [one.columns for one in series] == [{"rss": [5], "peak": [6]}] * 3
+
+
+def test_a_log_that_cannot_be_written_ends_and_the_run_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "meter.jsonl").symlink_to("/dev/full")
+    log = MeterLog(tmp_path / "meter.jsonl", {})
+    log.write(time.monotonic(), {"rss": 5})
+    log.write(time.monotonic(), {"rss": 5})
+    log.close()
+    assert "No space left on device" in caplog.text
+    assert caplog.text.count("ends here") == 1
+
+
+def test_the_interval_grows_so_that_a_long_run_has_a_small_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meter_module, "_SAMPLES_PER_INTERVAL", 5)
+    with Meter(MeterLog(tmp_path / "meter.jsonl", {}), interval_s=0.002):
+        time.sleep(0.5)
+    (series,) = read_meter(tmp_path / "meter.jsonl")
+    # 5 samples each at 2, 4, 8, 16, 32, … ms.
+    assert 10 < len(series.seconds) < 40
+    assert series.seconds[-1] - series.seconds[-2] > 10 * 0.002
+
+
+def test_a_sample_costs_less_than_a_thousandth_of_the_default_interval() -> None:
+    take_sample()
+    rounds = []
+    for _ in range(5):
+        began = time.perf_counter()
+        for _ in range(20):
+            take_sample()
+        rounds.append((time.perf_counter() - began) / 20)
+    assert min(rounds) < 0.25 / 1000
 
 
 def test_machine_figures_are_plausible() -> None:
@@ -88,6 +152,9 @@ def test_version_2_limits_of_all_ancestors_are_read(tmp_path: Path) -> None:
     assert inner.available_bytes is None
     assert outer == CgroupMemory(1000, 500, 200)
     assert outer.available_bytes == 700
+    usage = usage_file(tmp_path)
+    assert usage is not None
+    assert read_number(usage) == 300
 
 
 def test_version_1_in_a_container_is_read_at_the_mount_point(tmp_path: Path) -> None:
@@ -114,3 +181,4 @@ def test_unlimited_version_1_is_no_limit(tmp_path: Path) -> None:
 
 def test_no_cgroups_at_all_is_no_limit(tmp_path: Path) -> None:
     assert memory_cgroups(tmp_path) == []
+    assert usage_file(tmp_path) is None
