@@ -59,6 +59,8 @@ def build_parser() -> argparse.ArgumentParser:
     export.add_argument("--out", metavar="DIR", required=True, help="folder to make; must not exist")
     report = _command(commands, "report", _report, "the figures of a run, finished or not")
     report.add_argument("run_dir", metavar="RUN", help="run.dir of the run")
+    report.add_argument("--out", metavar="DIR", help="where report.html and report.png go; default: RUN")
+    report.add_argument("--no-figures", action="store_true", help="print the figures only, write no files")
     return parser
 
 
@@ -101,13 +103,24 @@ def _export(options: argparse.Namespace) -> int:
 def _report(options: argparse.Namespace) -> int:
     from memascend_jax.observe.report import read_run
 
-    run = read_run(Path(options.run_dir).expanduser())
+    folder = Path(options.run_dir).expanduser()
+    run = read_run(folder)
     if options.json:
         print_json(run)
-        return 0
-    from memascend_jax.observe.summary import status_line, summary_table
+    else:
+        from memascend_jax.observe.overlap_table import overlap_table
+        from memascend_jax.observe.summary import status_line, summary_table
 
-    print_tables(status_line(run["status"]), summary_table(run["summary"]))
+        overlap = [overlap_table(run["overlap"])] if run["overlap"] else []
+        print_tables(status_line(run["status"]), summary_table(run["summary"]), *overlap)
+    if not options.no_figures:
+        from memascend_jax.observe.chart_png import has_matplotlib
+        from memascend_jax.observe.report_files import NO_PNG, write_report
+
+        written = write_report(run, Path(options.out).expanduser() if options.out else folder)
+        sys.stderr.write("".join(f"memascend: wrote {path}\n" for path in written))
+        if not has_matplotlib():
+            sys.stderr.write(f"memascend: {NO_PNG}\n")
     return 0
 
 

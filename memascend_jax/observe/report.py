@@ -10,14 +10,17 @@ from typing import Any
 
 from memascend_jax.errors import DataError
 from memascend_jax.observe.metrics import read_lines
+from memascend_jax.observe.overlap import phase_overlaps
+from memascend_jax.observe.trace_file import find_trace, read_events
 
 SCHEMA = 1
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """Returns ``status``, ``summary`` and the number of metrics lines of the run in ``folder``.
+    """Returns ``status``, ``summary``, the number of metrics lines, and the ``overlap`` of computing and I/O of a run.
 
-    Before a run has written its ``summary.json`` the summary holds what its metrics tell so far.
+    Before a run has written its ``summary.json`` the summary holds what its metrics tell so far. Without a trace
+    the overlap is empty.
 
     Raises:
         DataError: the folder is not one of a run, or a file in it is damaged.
@@ -38,7 +41,13 @@ def read_run(folder: Path) -> dict[str, Any]:
         "status": status or {},
         "summary": summary or _so_far(lines),
         "steps_recorded": len(lines),
+        "overlap": _overlap(folder),
     }
+
+
+def _overlap(folder: Path) -> list[dict[str, Any]]:
+    path = find_trace(folder)
+    return [] if path is None else [one.to_json() for one in phase_overlaps(read_events(path))]
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
