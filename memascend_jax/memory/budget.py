@@ -6,7 +6,7 @@ Who consumes what is known by the callers (``training.plan``); here is the accou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from memascend_jax.errors import BudgetError
@@ -50,16 +50,20 @@ class MemoryPlan:
         return self.total_bytes <= self.budget_bytes
 
 
-def choose_plan(candidates: Sequence[MemoryPlan], options: Sequence[str]) -> int:
+def choose_plan(candidates: Iterable[MemoryPlan], options: Sequence[str]) -> int:
     """Returns the index of the first candidate that fits its budget; candidates are ordered fast to small.
+
+    Those behind it are not asked for.
 
     Raises:
         BudgetError: none fits; names the smallest, its largest consumers and ``options`` that would help.
     """
-    for index, plan in enumerate(candidates):
+    refused: list[MemoryPlan] = []
+    for plan in candidates:
         if plan.fits:
-            return index
-    smallest = min(candidates, key=lambda plan: plan.total_bytes)
+            return len(refused)
+        refused.append(plan)
+    smallest = min(refused, key=lambda plan: plan.total_bytes)
     largest = sorted(smallest.consumers, key=lambda consumer: -consumer.nbytes)[:4]
     listed = ", ".join(f"{consumer.what} {format_bytes(consumer.nbytes)}" for consumer in largest)
     raise BudgetError(

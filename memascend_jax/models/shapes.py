@@ -33,7 +33,11 @@ class TensorShape:
 
 @dataclass(frozen=True, slots=True)
 class LlamaConfig:
-    """The shape of a Llama model, with the key names of Hugging Face's ``LlamaConfig``."""
+    """The shape of a Llama model, with the key names of Hugging Face's ``LlamaConfig``.
+
+    ``layer_tensors`` are the tensors of a layer, by local name, where they are not Llama's: such a shape can be planned,
+    and never comes from ``from_hf``.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -50,6 +54,7 @@ class LlamaConfig:
     bos_token_id: int | None
     eos_token_id: int | tuple[int, ...] | None
     pad_token_id: int | None
+    layer_tensors: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> LlamaConfig:
@@ -90,6 +95,8 @@ def tensor_shapes(config: LlamaConfig) -> list[TensorShape]:
 
 def layer_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of one layer's tensors by their local names, in the order of their use."""
+    if config.layer_tensors:
+        return dict(config.layer_tensors)
     hidden, inner = config.hidden_size, config.intermediate_size
     queries = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim

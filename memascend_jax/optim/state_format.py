@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from memascend_jax.dtypes import to_dtype
 from memascend_jax.errors import ConfigError
@@ -60,6 +61,7 @@ class StateFormat:
         return self.stored_bytes
 
 
+@cache
 def itemsize(dtype: str) -> int:
     """Returns the bytes of one element of ``dtype``."""
     return to_dtype(dtype).itemsize

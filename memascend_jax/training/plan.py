@@ -204,9 +204,15 @@ def plan_run(
     def plan(depths: Depths) -> RunPlan:
         return _plan(config, fmt, workload, placement, durability, budget_bytes, disk_free_bytes, depths)
 
-    candidates = [plan(depths) for depths in choices]
-    index = choose_plan([candidate.memory for candidate in candidates], _options(workload, placement))
-    chosen = candidates[index]
+    candidates: list[RunPlan] = []
+
+    def memory_plans() -> Iterator[MemoryPlan]:
+        for depths in choices:
+            candidates.append(plan(depths))
+            yield candidates[-1].memory
+
+    choose_plan(memory_plans(), _options(workload, placement))
+    chosen = candidates[-1]
     if not spend or placement != "ssd":
         return chosen
     return plan(_spend(chosen.layout, chosen.depths, budget_bytes - chosen.memory.total_bytes))
@@ -230,8 +236,12 @@ def _spend(layout: ModelLayout, depths: Depths, spare_bytes: int) -> Depths:
     more_tiles = afford(_stage_bytes(layout, HEAD), max(layout.n_head_tiles - depths.head_slots, 0))
     state_groups = 0
     if gradient_groups == n_spooled:
-        # A group's whole slot has room for its gradients: the slot for them alone is free again.
-        state_groups = afford(state - gradients, n_groups) if spare_bytes >= state else 0
+        # A group's whole slot has room for its gradients: where it had some, the slot for them alone is free again.
+        # One slot is kept back, as the groups are spread evenly up to one.
+        spare_bytes -= gradients
+        state_groups = (
+            afford(state - gradients * n_spooled // n_groups, n_groups) if spare_bytes >= state else 0
+        )
         gradient_groups = min(gradient_groups, n_groups - state_groups)
     return replace(
         depths,
