@@ -32,8 +32,9 @@ def read_llama_config(config: Mapping[str, Any]) -> LlamaConfig:
         raise DataError(f"cannot use this model config: {'; '.join(faults)}")
     heads = int(config["num_attention_heads"])
     eos = config.get("eos_token_id")
+    sizes: dict[str, Any] = {key: int(config[key]) for key in _REQUIRED}
     return LlamaConfig(
-        **{key: int(config[key]) for key in _REQUIRED},
+        **sizes,
         num_key_value_heads=int(_or(config, "num_key_value_heads", heads)),
         head_dim=int(_or(config, "head_dim", int(config["hidden_size"]) // heads)),
         max_position_embeddings=int(_or(config, "max_position_embeddings", 2048)),

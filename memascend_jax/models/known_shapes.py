@@ -43,9 +43,12 @@ def _shape(
     }
 
 
-def _llama31(*sizes: int, factor: float, tied: bool = False, **more: Any) -> dict[str, Any]:
+def _llama31(
+    hidden: int, inner: int, layers: int, heads: int, *, factor: float, tied: bool = False, **more: Any
+) -> dict[str, Any]:
     rope = {**_LLAMA3_ROPE, "factor": factor, "original_max_position_embeddings": 8192}
-    return _shape("llama", *sizes, 128256, 131072, tied=tied, rope_theta=5e5, rope_scaling=rope, **more)
+    sizes = (hidden, inner, layers, heads, 8, 128256, 131072)
+    return _shape("llama", *sizes, tied=tied, rope_theta=5e5, rope_scaling=rope, **more)
 
 
 _SHAPES: dict[str, dict[str, Any]] = {
@@ -58,11 +61,11 @@ _SHAPES: dict[str, dict[str, Any]] = {
     "llama2-70b": _shape("llama", 8192, 28672, 80, 64, 8, 32000, 4096),
     "llama3-8b": _shape("llama", 4096, 14336, 32, 32, 8, 128256, 8192, rope_theta=5e5),
     "llama3-70b": _shape("llama", 8192, 28672, 80, 64, 8, 128256, 8192, rope_theta=5e5),
-    "llama3.1-8b": _llama31(4096, 14336, 32, 32, 8, factor=8.0),
-    "llama3.1-70b": _llama31(8192, 28672, 80, 64, 8, factor=8.0),
-    "llama3.1-405b": _llama31(16384, 53248, 126, 128, 8, factor=8.0),
-    "llama3.2-1b": _llama31(2048, 8192, 16, 32, 8, factor=32.0, tied=True, head_dim=64),
-    "llama3.2-3b": _llama31(3072, 8192, 28, 24, 8, factor=32.0, tied=True, head_dim=128),
+    "llama3.1-8b": _llama31(4096, 14336, 32, 32, factor=8.0),
+    "llama3.1-70b": _llama31(8192, 28672, 80, 64, factor=8.0),
+    "llama3.1-405b": _llama31(16384, 53248, 126, 128, factor=8.0),
+    "llama3.2-1b": _llama31(2048, 8192, 16, 32, factor=32.0, tied=True, head_dim=64),
+    "llama3.2-3b": _llama31(3072, 8192, 28, 24, factor=32.0, tied=True, head_dim=128),
     "mistral-7b": _shape("mistral", 4096, 14336, 32, 32, 8, 32768, 32768, rope_theta=1e6),
     "qwen2.5-0.5b": _shape("qwen2", 896, 4864, 24, 14, 2, 151936, 32768, tied=True, rope_theta=1e6),
     "qwen2.5-1.5b": _shape("qwen2", 1536, 8960, 28, 12, 2, 151936, 32768, tied=True, rope_theta=1e6),

@@ -83,8 +83,8 @@ def _as_llama(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
 
 
 def _idle_elements(config: Mapping[str, Any], layer: Shapes) -> int:
-    experts = next((config[key] for key in _EXPERT_COUNTS if config.get(key)), 0)
-    used = config.get("num_experts_per_tok", experts)
+    experts = int(next((config[key] for key in _EXPERT_COUNTS if config.get(key)), 0))
+    used = int(config.get("num_experts_per_tok", experts))
     if not experts:
         return 0
     elements = sum(prod(shape) for name, shape in layer.items() if ".experts." in name)

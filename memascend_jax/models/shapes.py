@@ -35,8 +35,8 @@ class TensorShape:
 class LlamaConfig:
     """The shape of a Llama model, with the key names of Hugging Face's ``LlamaConfig``.
 
-    ``layer_tensors`` are the tensors of a layer, by local name, where they are not Llama's: such a shape can be planned,
-    and never comes from ``from_hf``.
+    ``layer_tensors`` are the tensors of a layer, by local name, where they are not Llama's: such a shape can be
+    planned, and never comes from ``from_hf``.
     """
 
     vocab_size: int

@@ -51,6 +51,7 @@ def _draw(chart: Chart, axes: Any) -> None:
             axes.bar(series.x, series.y, chart.bar_width * 0.8, bottom=lower, color=colour, label=series.name)
     for words, value in chart.marks:
         axes.axhline(value, color=MARK_COLOUR, linestyle="--", linewidth=1.2, label=words)
+    axes.xaxis.get_major_locator().set_params(integer=chart.x_label == "step")
     axes.set_xlim(*chart.x_range)
     axes.set_ylim(*chart.y_range)
     axes.set_title(chart.title + (f"\n{chart.note}" if chart.note else ""), fontsize=10)

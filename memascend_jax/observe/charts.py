@@ -9,8 +9,21 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-#: Told apart by people of every colour vision. Source: Okabe and Ito, Color Universal Design.
-COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#8c8c8c", "#5b4b8a")
+#: The first eight are told apart by people of every colour vision. Source: Okabe and Ito, Color Universal Design.
+COLOURS = (
+    "#0072b2",
+    "#e69f00",
+    "#009e73",
+    "#cc79a7",
+    "#56b4e9",
+    "#d55e00",
+    "#f0e442",
+    "#8c8c8c",
+    "#5b4b8a",
+    "#8b5a2b",
+    "#7fc97f",
+    "#444444",
+)
 MARK_COLOUR = "#b00020"
 
 

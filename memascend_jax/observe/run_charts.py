@@ -46,7 +46,9 @@ def _memory(sessions: Sequence[MeterSeries]) -> Iterator[Chart]:
     if len(samples) < 2:
         return
     samples = _highest_of_bins(samples)
-    names = list(dict.fromkeys(name for _, parts in samples for name in parts))
+    fullest = max((parts for _, parts in samples), key=len)
+    names = [*fullest, *(name for _, parts in samples for name in parts if name not in fullest)]
+    names = list(dict.fromkeys(names))
     highest = max(sum(parts.values()) for _, parts in samples)
     unit, unit_name = (GIB, "GiB") if highest >= GIB else (MIB, "MiB")
     x, x_label = _in_fitting_unit([seconds for seconds, _ in samples])
@@ -76,8 +78,8 @@ def _parts(session: MeterSeries, index: int) -> dict[str, int]:
         left -= parts[name]
 
     take("mapped files", values["file"])
-    # The arena is there as a whole once it is pinned; before that it is not in the locked bytes, nor resident.
-    if any(name.startswith("leased:") for name in values):
+    # The arena is resident as a whole from the beginning: pinned, or lent out.
+    if values.get("locked") or any(name.startswith("leased:") for name in values):
         for kind, nbytes in session.facts.get("arena_bytes", {}).items():
             take(f"arena: {kind}", nbytes)
     take("device arrays", values.get("device", 0))
