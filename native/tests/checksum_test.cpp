@@ -82,8 +82,11 @@ TEST(every_way_agrees_with_the_tables_at_every_length_and_alignment) {
 
 TEST(every_way_agrees_with_the_tables_around_the_lengths_of_its_streams) {
   constexpr std::size_t kRound = std::size_t{3} * 8192;
-  const auto bytes = random_bytes(3 * kRound);
-  for (const std::size_t middle : {kRound, 2 * kRound, kRound + 768, 2 * kRound + 2 * 768})
+  constexpr std::size_t kQuarters = std::size_t{256} << 10;
+  const auto bytes = random_bytes(3 * kQuarters);
+  for (const std::size_t middle :
+       {kRound, 2 * kRound, kRound + 768, 2 * kRound + 2 * 768, kQuarters, 2 * kQuarters,
+        kQuarters + 256, 2 * kQuarters + kRound})
     for (std::size_t count = middle - 17; count <= middle + 17; ++count)
       check_against_tables(bytes.data() + 3, count, 5);
 }
