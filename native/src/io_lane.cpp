@@ -14,7 +14,7 @@ Lane::Lane(const LaneOptions& options, std::unique_ptr<IoBackend> backend)
       limits_(device_limits(options.fd)),
       request_bytes_(fitted_request_bytes(options.request_bytes, limits_)),
       backend_(std::move(backend)) {
-  const std::uint32_t tags = queue_depth_ + urgent_reserve(queue_depth_);
+  const std::uint32_t tags = most_in_flight(queue_depth_);
   flights_.resize(tags);
   to_start_.reserve(tags);
   for (std::uint32_t tag = tags; tag-- > 0;) free_tags_.push_back(tag);

@@ -65,7 +65,9 @@ bool Lane::feed() noexcept {
 }
 
 bool Lane::has_room(Priority priority) const noexcept {
-  return priority == Priority::kUrgent ? !free_tags_.empty() : in_flight_ < queue_depth_;
+  const bool urgent = priority == Priority::kUrgent;
+  const std::uint64_t depth = queue_depth_ + (urgent ? urgent_reserve(queue_depth_) : 0);
+  return in_flight_ < kSmallPerLarge * depth && bytes_in_flight_ < depth * request_bytes_;
 }
 
 // Cuts one request from the front of the queue. Pieces of a failed batch are dropped.
@@ -85,10 +87,12 @@ bool Lane::next_request(Priority priority) noexcept {
   flight.ticket = transfer.ticket;
   flight.request = {transfer.direction, priority, transfer.offset, transfer.address, nbytes};
   flight.begin = transfer.offset;
+  flight.nbytes = nbytes;
   flight.block = resume_block(flight.request);
   flight.retries = 0;
   to_start_.push_back(tag);
   ++in_flight_;
+  bytes_in_flight_ += nbytes;
   transfer.offset += nbytes;
   transfer.address += nbytes;
   transfer.nbytes -= nbytes;
@@ -162,6 +166,7 @@ void Lane::fail(const Flight& flight, std::uint64_t moved, int error_number) noe
 
 void Lane::retire(std::uint32_t tag) noexcept {
   --in_flight_;
+  bytes_in_flight_ -= flights_[tag].nbytes;
   flights_[tag].ticket.reset();
   free_tags_.push_back(tag);
 }

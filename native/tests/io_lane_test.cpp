@@ -22,10 +22,11 @@ constexpr std::uint64_t kBlock = 4096;
 constexpr std::uint64_t kNormalOffset = 1U << 20;
 
 struct Gated {
-  explicit Gated(std::size_t members, std::uint32_t queue_depth) : file(kBlock), memory(1U << 20) {
+  Gated(std::size_t members, std::uint32_t queue_depth, std::uint64_t request_bytes = kBlock)
+      : file(kBlock), memory(1U << 20) {
     IoOptions options;
     options.queue_depth = queue_depth;
-    options.request_bytes = kBlock;
+    options.request_bytes = request_bytes;
     std::vector<std::unique_ptr<IoBackend>> owned;
     for (std::size_t i = 0; i < members; ++i) {
       options.fds.push_back(file.fd());
@@ -107,6 +108,40 @@ TEST(normal_requests_never_exceed_the_depth) {
   }
   gated.gates[0]->allow_all();
   ticket->wait();
+  CHECK_EQUAL(gated.engine->member(0).statistics().queue_depth_max, 3U);
+}
+
+TEST(four_small_requests_are_in_flight_where_a_large_one_would_be) {
+  Gated gated(1, 3, 8 * kBlock);
+  std::vector<Segment> scattered;
+  for (std::uint64_t i = 0; i < 60; ++i)
+    scattered.push_back({0, 2 * i * kBlock, gated.memory.data(), kBlock});
+  const auto small = gated.engine->submit(Direction::kRead, scattered);
+  gated.gates[0]->begun(12);
+  gated.gates[0]->allow(20);
+  gated.gates[0]->begun(32);
+  // Their bytes would leave room for more, their number does not; an urgent one begins all the
+  // same.
+  const auto urgent = gated.submit(Direction::kRead, 1, Priority::kUrgent);
+  CHECK_EQUAL(gated.gates[0]->begun(33)[32].offset, 0U);
+  gated.gates[0]->allow_all();
+  small->wait();
+  urgent->wait();
+  CHECK_EQUAL(gated.engine->member(0).statistics().queue_depth_max, 13U);
+}
+
+TEST(large_requests_leave_no_room_for_small_ones_beyond_the_depth) {
+  Gated gated(1, 3, 8 * kBlock);
+  const auto large = gated.submit(Direction::kWrite, 5 * 8);
+  gated.gates[0]->begun(3);
+  const auto small = gated.submit(Direction::kRead, 1);
+  gated.gates[0]->allow(3);
+  const auto begun = gated.gates[0]->begun(6);
+  CHECK_EQUAL(begun[4].nbytes, 8 * kBlock);
+  CHECK_EQUAL(begun[5].nbytes, kBlock);
+  gated.gates[0]->allow_all();
+  large->wait();
+  small->wait();
   CHECK_EQUAL(gated.engine->member(0).statistics().queue_depth_max, 3U);
 }
 
