@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store's own memory for copies: two halves, so that one is filled while the other is on its way."""
+"""The store's own memory for copies: in parts, so that one is filled while the others are on their way."""
 
 from __future__ import annotations
 
@@ -43,6 +43,12 @@ class Bounce:
             self._memory = whole[: 2 * self.half_bytes]
         begin = index % 2 * self.half_bytes
         return self._memory[begin : begin + self.half_bytes]
+
+    def parts(self, count: int) -> list[npt.NDArray[np.uint8]]:
+        """Returns the same memory as ``count`` parts of one size; ``count`` is 2, 4 or 8."""
+        each = 2 * self.half_bytes // count
+        halves = [self.half(0), self.half(1)]
+        return [half[begin : begin + each] for half in halves for begin in range(0, self.half_bytes, each)]
 
     def close(self) -> None:
         """Gives the memory back."""

@@ -7,6 +7,7 @@ across them; traffic counts whole checksum units, each of which is read once how
 
 from __future__ import annotations
 
+from collections import deque
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -25,6 +26,9 @@ from memascend_jax.units import round_up
 
 #: Shorter rows are copied faster all at once than one by one.
 _LOOP_ROW_BYTES = 512
+#: Into how many parts the bounce memory is cut where a row fits them. While one is copied apart, the others hold
+#: more requests than are in flight: with two, the disk had too few of them at the end of each.
+_PARTS = (8, 4, 2)
 
 
 class _Piece(NamedTuple):
@@ -33,6 +37,14 @@ class _Piece(NamedTuple):
     begin: int
     end: int
     units: Int64Array
+
+
+class _Read(NamedTuple):
+    """A piece on its way, and where its units go, one after the other."""
+
+    piece: _Piece
+    ticket: Ticket
+    memory: npt.NDArray[np.uint8]
 
 
 def read_rows(
@@ -49,20 +61,26 @@ def read_rows(
     target = out.reshape(len(rows), -1).view(np.uint8)
     unit = tensor.layout.unit_bytes or tensor.layout.block_bytes
     with bounce.lock:
-        if round_up(row_bytes, unit) + unit > bounce.half_bytes:
+        room = round_up(row_bytes, unit) + unit
+        if room > bounce.half_bytes:
             raise StoreError(
                 f"cannot read rows of {row_bytes:,} bytes of tensor '{tensor.name}' through {bounce.half_bytes:,} "
                 "bytes of bounce memory; open the store with more bounce_bytes"
             )
-        waiting: tuple[_Piece, Ticket, npt.NDArray[np.uint8]] | None = None
-        for turn, piece in enumerate(_pieces(starts, row_bytes, unit, bounce.half_bytes)):
-            half = bounce.half(turn)
-            ticket = _submit(io, tensor, piece.units, half)
-            if waiting is not None:
-                _scatter(waiting, starts, order, row_bytes, unit, target)
-            waiting = (piece, ticket, half)
-        if waiting is not None:
-            _scatter(waiting, starts, order, row_bytes, unit, target)
+        parts = bounce.parts(next(count for count in _PARTS if room <= 2 * bounce.half_bytes // count))
+        waiting: deque[_Read] = deque()
+        try:
+            for turn, piece in enumerate(_pieces(starts, row_bytes, unit, len(parts[0]))):
+                if len(waiting) == len(parts):
+                    _scatter(waiting.popleft(), starts, order, row_bytes, unit, target)
+                part = parts[turn % len(parts)]
+                waiting.append(_Read(piece, _submit(io, tensor, piece.units, part), part))
+            while waiting:
+                _scatter(waiting.popleft(), starts, order, row_bytes, unit, target)
+        finally:
+            # After a failure, what is still on its way would land in memory that the next caller uses.
+            for read in waiting:
+                io.settle(read.ticket)
 
 
 def _pieces(starts: Int64Array, row_bytes: int, unit: int, room: int) -> list[_Piece]:
@@ -89,15 +107,15 @@ def _distinct_units(first: Int64Array, last: Int64Array) -> Int64Array:
     return np.unique(first[source] + step)
 
 
-def _submit(io: TileIo, tensor: StoredTensor, units: Int64Array, half: npt.NDArray[np.uint8]) -> Ticket:
-    """Starts reading ``units`` to the start of ``half``, one after the other."""
+def _submit(io: TileIo, tensor: StoredTensor, units: Int64Array, memory: npt.NDArray[np.uint8]) -> Ticket:
+    """Starts reading ``units`` to the start of ``memory``, one after the other."""
     requests = Requests()
-    requests.unit_reads.append((tensor, units, address_of(half)))
-    return io.submit(requests, half, check=True)
+    requests.unit_reads.append((tensor, units, address_of(memory)))
+    return io.submit(requests, memory, check=True)
 
 
 def _scatter(
-    waiting: tuple[_Piece, Ticket, npt.NDArray[np.uint8]],
+    read: _Read,
     starts: Int64Array,
     order: Int64Array,
     row_bytes: int,
@@ -105,18 +123,18 @@ def _scatter(
     target: npt.NDArray[np.uint8],
 ) -> None:
     """Waits for a piece and copies its rows to where they belong."""
-    piece, ticket, half = waiting
+    piece, ticket, memory = read
     ticket.wait()
     begins = starts[piece.begin : piece.end]
     # A row's units are neighbours in the sorted distinct ones, so its bytes are contiguous in the piece.
     position = np.searchsorted(piece.units, begins // unit) * unit + begins % unit
     wanted = order[piece.begin : piece.end]
     if row_bytes < _LOOP_ROW_BYTES:
-        windows = np.lib.stride_tricks.sliding_window_view(half, row_bytes)
+        windows = np.lib.stride_tricks.sliding_window_view(memory, row_bytes)
         target[wanted] = windows[position]
         return
     # Indexing would gather all rows into new memory first, which costs more than a loop does.
-    source, into = half.data, target.reshape(-1).data
+    source, into = memory.data, target.reshape(-1).data
     for at, row in zip(position.tolist(), (wanted * row_bytes).tolist(), strict=True):
         into[row : row + row_bytes] = source[at : at + row_bytes]
 
