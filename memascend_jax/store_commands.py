@@ -71,7 +71,13 @@ def _add_bench(verbs: Any, add: AddCommand) -> None:
         "--against",
         metavar="KIND[,KIND…]",
         default="fio",
-        help="fio, numpy, safetensors, zarr, file (the last two: tensorstore), or none; default fio",
+        help="fio, numpy, safetensors, zarr, file (the last two: tensorstore), deepspeed, or none; default fio",
+    )
+    bench.add_argument(
+        "--kinds",
+        metavar="KIND[,KIND…]",
+        default="write,read,mixed,durable write,rows",
+        help="of work; default all: write, read, mixed, durable write, rows",
     )
     bench.add_argument("--io-backend", choices=("auto", "io_uring", "threads"), default="auto")
     bench.add_argument("--direct-io", choices=("required", "optional", "off"), default="required")
@@ -181,6 +187,7 @@ def _bench(options: argparse.Namespace) -> int:
             tensor_bytes=tensor_bytes,
             rounds=options.rounds,
             against=() if options.against == "none" else options.against.split(","),
+            kinds=options.kinds.split(","),
             io={
                 "io_backend": options.io_backend,
                 "direct_io": options.direct_io,

@@ -5,25 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
-import numpy as np
-
-from memascend_jax.bench import file_contenders, fio
-from memascend_jax.bench.file_contenders import FileContender
-from memascend_jax.bench.fio import FioSetting
-from memascend_jax.bench.sample import Sample, Series, timed
-from memascend_jax.bench.store_contender import ROW_BYTES, StoreContender
+from memascend_jax.bench.sample import Sample, Series, paired_ratio
 from memascend_jax.bench.tensor_set import TensorSet
 from memascend_jax.errors import MemascendError
-from memascend_jax.units import MIB, round_up
 
-Kind = Literal["write", "durable write", "read", "mixed", "rows"]
+Kind = Literal["write", "read", "mixed", "durable write", "rows"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 ROWS = 4096
-#: fio's clock ticks in milliseconds: of a real measurement, a job moves at least this much.
-_FIO_BYTES = 512 * MIB
-_FIO_ROW_BYTES = 128 * MIB
+ROW_BYTES = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +38,11 @@ class Case:
 
 
 class Contender(Protocol):
-    """Somebody who can do some of the cases."""
+    """Somebody who can do some of the cases.
+
+    ``measure`` leaves nothing for the disk to do: what was written is made durable after the clock has stopped, or
+    the next contender would wait for it.
+    """
 
     name: str
 
@@ -56,148 +51,50 @@ class Contender(Protocol):
     def measure(self, case: Case) -> Sample: ...
 
 
-class TheStore:
-    """The store as a contender in all cases."""
-
-    name = StoreContender.name
-
-    def __init__(self, store: StoreContender) -> None:
-        self._store = store
-
-    def takes(self, case: Case) -> bool:
-        return True
-
-    def note(self, case: Case) -> str:
-        return ""
-
-    def measure(self, case: Case) -> Sample:
-        label = case.tensors.label
-        work: dict[Kind, Callable[[], None]] = {
-            "write": lambda: self._store.write(label),
-            "durable write": lambda: self._store.write_durably(label),
-            "read": lambda: self._store.read(label),
-            "mixed": lambda: self._store.mixed(label),
-            "rows": self._store.read_rows,
-        }
-        sample = timed(work[case.kind])
-        if case.kind == "read":
-            self._store.check(label)
-        elif case.kind in ("write", "mixed"):
-            self._store.store.commit()
-        return sample
-
-
-class TheDisk:
-    """fio at its best setting: the roof."""
-
-    name = "fio io_uring"
-    _KINDS: dict[Kind, str] = {"write": "write", "read": "read", "mixed": "rw", "rows": "randread"}  # noqa: RUF012
-
-    def __init__(self, path: str, file_bytes: int) -> None:
-        self._path = path
-        self._file_bytes = file_bytes
-        self._best: dict[Kind, FioSetting] = {}
-        toy = file_bytes < 128 * MIB
-        self._least_bytes = file_bytes if toy else _FIO_BYTES
-        self._least_row_bytes = file_bytes if toy else _FIO_ROW_BYTES
-
-    def tune(self, say: Callable[[str], None], rounds: int = 2) -> None:
-        """Tries the settings of every kind and keeps the fastest of each."""
-        for kind, fio_kind in self._KINDS.items():
-            speeds: dict[FioSetting, float] = {}
-            for _ in range(rounds):
-                for setting in fio.settings(fio_kind):
-                    seconds = self._run(fio_kind, setting, self._least(kind)).seconds
-                    speeds[setting] = max(speeds.get(setting, 0), 1 / seconds)
-            self._best[kind] = max(speeds, key=lambda setting: speeds[setting])
-            say(f"fio {kind}: best of {len(speeds)} settings is {self._best[kind]}")
-
-    def takes(self, case: Case) -> bool:
-        return case.kind in self._best
-
-    def note(self, case: Case) -> str:
-        return str(self._best[case.kind])
-
-    def measure(self, case: Case) -> Sample:
-        moved = max(case.nbytes, self._least(case.kind))
-        sample = self._run(self._KINDS[case.kind], self._best[case.kind], moved)
-        scale = case.nbytes / moved
-        return Sample(sample.seconds * scale, sample.cpu_s * scale)
-
-    def _least(self, kind: Kind) -> int:
-        return self._least_row_bytes if kind == "rows" else self._least_bytes
-
-    def _run(self, kind: str, setting: FioSetting, nbytes: int) -> Sample:
-        nbytes = round_up(nbytes, setting.block_bytes)
-        return fio.run(self._path, kind, nbytes, setting, self._file_bytes)
-
-
-class Files:
-    """A way of keeping tensors in files, each set in a folder of its own."""
-
-    def __init__(self, kind: str, folder: Path, sets: Sequence[TensorSet]) -> None:
-        source = np.frombuffer(np.random.default_rng(3).bytes(max(s.nbytes for s in sets)), np.uint8)
-        self._folder = folder
-        self._arrays = {tensors.label: _cut(source, tensors) for tensors in sets}
-        self._files: dict[str, FileContender] = {
-            tensors.label: file_contenders.build(kind, folder / f"{index}")
-            for index, tensors in enumerate(sets)
-        }
-        self._written: set[str] = set()
-        self.name = next(iter(self._files.values())).name
-
-    def takes(self, case: Case) -> bool:
-        return case.kind in ("durable write", "read")
-
-    def note(self, case: Case) -> str:
-        return ""
-
-    def measure(self, case: Case) -> Sample:
-        files, arrays = self._files[case.tensors.label], self._arrays[case.tensors.label]
-        if case.kind == "durable write":
-            return timed(lambda: files.write(arrays))
-        if case.tensors.label not in self._written:
-            files.write(arrays)
-            self._written.add(case.tensors.label)
-        file_contenders.drop_from_cache(self._folder)
-        return timed(lambda: files.read(arrays))
-
-
 def compete(
     contenders: Sequence[Contender], cases: Sequence[Case], rounds: int, say: Callable[[str], None]
 ) -> list[Series]:
     """Returns the series of every contender in every case it takes: in each round all of them, one after the other.
 
-    A contender that fails is left out of the case from then on; its error is kept.
+    A contender that fails is left out of the case from then on; its error is kept. ``say`` is told the outcome of
+    each case as soon as it is there, so that what is broken off has not been in vain.
     """
     found: list[Series] = []
     for case in cases:
-        say(str(case))
+        entered = [contender for contender in contenders if contender.takes(case)]
         series = [
-            (contender, Series(contender.name, str(case), case.nbytes, note=contender.note(case)))
-            for contender in contenders
-            if contender.takes(case)
+            Series(contender.name, str(case), case.nbytes, note=contender.note(case)) for contender in entered
         ]
-        for turn in range(rounds + 1):
-            for contender, one in series[turn % len(series) :] + series[: turn % len(series)]:
-                if one.error:
-                    continue
-                try:
-                    sample = contender.measure(case)
-                except (OSError, MemascendError, ValueError, RuntimeError) as error:
-                    one.error = f"{type(error).__name__}: {error}"
-                    continue
-                # The first round warms up.
-                if turn > 0:
-                    one.samples.append(sample)
-        found += [one for _, one in series]
+        say(str(case))
+        _compete_in(case, list(zip(entered, series, strict=True)), rounds)
+        for one in series:
+            say(f"  {_outcome(one, series[0])}")
+        found += series
     return found
 
 
-def _cut(source: np.ndarray, tensors: TensorSet) -> dict[str, np.ndarray]:
-    arrays = {}
-    at = 0
-    for name, nbytes in tensors.sizes.items():
-        arrays[name] = source[at : at + nbytes]
-        at += nbytes
-    return arrays
+def _compete_in(case: Case, entered: Sequence[tuple[Contender, Series]], rounds: int) -> None:
+    """Measures one case; the first round warms up."""
+    for turn in range(rounds + 1):
+        first = turn % len(entered)
+        for contender, one in (*entered[first:], *entered[:first]):
+            if one.error:
+                continue
+            try:
+                sample = contender.measure(case)
+            except (OSError, MemascendError, ValueError, RuntimeError) as error:
+                one.error = f"{type(error).__name__}: {error}"
+                continue
+            if turn > 0:
+                one.samples.append(sample)
+
+
+def _outcome(one: Series, first: Series) -> str:
+    """Returns a line about ``one`` and how fast ``first`` was beside it."""
+    facts = one.to_json()
+    if "error" in facts:
+        return f"{one.contender}: failed: {facts['error']}"
+    speed, spread = facts["median"] / 1e9, facts["mad"] / 1e9
+    text = f"{one.contender}: {speed:.2f} GB/s ± {spread:.2f}, {facts['cpu_s_per_gib']:.3f} s of processor per GiB"
+    ratio = paired_ratio(first, one)
+    return text if one is first or ratio is None else f"{text}; {first.contender}: {ratio:.2f} times as fast"

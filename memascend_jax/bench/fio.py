@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The roof: fio with io_uring on a file or device of the same disk, at the best of the settings tried.
+"""The roof: fio with io_uring on an extent of the very files or devices, at the best of the settings tried.
 
-fio's time is what it reports of its job, without its start; its processor time likewise.
+fio's time is what it reports of its job, without its start; its processor time likewise. The extent must have been
+written before: what is only reserved reads as zeros without any I/O, and a first write to it costs more.
 """
 
 from __future__ import annotations
@@ -21,19 +22,30 @@ from memascend_jax.units import KIB, MIB
 
 @dataclass(frozen=True, slots=True)
 class FioSetting:
-    """How fio does its I/O. ``memory``: ``malloc`` (4 KiB pages) or ``mmaphuge`` (2 MiB pages)."""
+    """How fio does its I/O.
+
+    ``memory``: ``small`` for pages of 4 KiB, ``huge`` for memory that the kernel was advised to keep in huge pages,
+    as the store's arena is, ``reserved`` for huge pages that were set aside.
+    """
 
     block_bytes: int
     depth: int
     memory: str
-    fixed_buffers: bool = True
 
     def __str__(self) -> str:
         size = (
             f"{self.block_bytes // MIB} MiB" if self.block_bytes >= MIB else f"{self.block_bytes // KIB} KiB"
         )
-        pages = "huge pages" if self.memory == "mmaphuge" else "small pages"
-        return f"{size} x {self.depth}, {pages}"
+        return f"{size} x {self.depth}, {self.memory} pages"
+
+
+@dataclass(frozen=True, slots=True)
+class FioRegion:
+    """``nbytes`` in all, the same part at ``offset`` of each of ``paths``."""
+
+    paths: tuple[str, ...]
+    offset: int
+    nbytes: int
 
 
 def available() -> str:
@@ -50,67 +62,44 @@ def huge_pages_free() -> int:
     return int(count) * int(size.split()[0]) * KIB
 
 
-def settings(kind: str) -> list[FioSetting]:
-    """Returns the settings worth trying for ``kind``; huge pages only where some are reserved."""
-    memories = ["malloc"] + (["mmaphuge"] if huge_pages_free() >= 40 * MIB else [])
+def settings(kind: str, nbytes: int) -> list[FioSetting]:
+    """Returns the settings worth trying for ``kind`` on ``nbytes``."""
     if kind == "randread":
-        return [FioSetting(8 * KIB, depth, "malloc") for depth in (32, 64, 128, 256)]
+        return [
+            FioSetting(8 * KIB, depth, memory) for memory in ("small", "huge") for depth in (64, 128, 256)
+        ]
+    shapes = [(256 * KIB, 32), (MIB, 8), (MIB, 32), (MIB, 64), (2 * MIB, 16), (4 * MIB, 8), (4 * MIB, 16)]
+    reserved = huge_pages_free()
     return [
         FioSetting(block, depth, memory)
-        for memory in memories
-        for block, depth in ((256 * KIB, 32), (MIB, 8), (MIB, 32), (4 * MIB, 8))
-        if memory == "malloc" or block * depth <= huge_pages_free()
+        for memory in ("small", "huge", "reserved")
+        for block, depth in (shapes if memory == "huge" else [(MIB, 32), (4 * MIB, 8)])
+        if block <= nbytes and (memory != "reserved" or block * depth <= reserved)
     ]
 
 
-def lay_out(path: str, nbytes: int) -> None:
-    """Makes a file of ``nbytes`` that has been written once, as a file in use has."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        piece = os.urandom(4 * MIB)
-        for begin in range(0, nbytes, len(piece)):
-            os.pwrite(fd, piece[: nbytes - begin], begin)
-        os.fsync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(fd)
-
-
-def run(path: str, kind: str, nbytes: int, setting: FioSetting, file_bytes: int | None = None) -> Sample:
+def run(region: FioRegion, kind: str, nbytes: int, setting: FioSetting) -> Sample:
     """Returns the time of moving ``nbytes`` with fio.
 
     Args:
         kind: ``read``, ``write``, ``rw`` (half of each) or ``randread``.
-        file_bytes: the part of the path that is used; None: ``nbytes``.
 
     Raises:
         MachineError: fio fails; the message is its own.
     """
-    command = [
-        "fio",
-        "--name=roof",
-        # First: the engine's own options are unknown before it.
-        "--ioengine=io_uring",
-        f"--filename={path}",
-        f"--rw={kind}",
-        f"--bs={setting.block_bytes}",
-        f"--size={file_bytes or nbytes}",
-        f"--io_size={nbytes}",
-        f"--iodepth={setting.depth}",
-        f"--mem={setting.memory}",
-        f"--fixedbufs={int(setting.fixed_buffers)}",
-        "--registerfiles=1",
-        "--direct=1",
-        "--randrepeat=0",
-        "--norandommap=1",
-        "--allow_file_create=0",
-        "--output-format=json",
-    ]
+    environment = {**os.environ, "LC_ALL": "C"}
+    if setting.memory == "huge":
+        environment["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
     done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env={**os.environ, "LC_ALL": "C"}
+        _command(region, kind, nbytes, setting),
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
     )
     if done.returncode != 0:
-        raise MachineError(f"cannot run fio on '{path}': {(done.stderr or done.stdout).strip()[:300]}")
+        names = ", ".join(region.paths)
+        raise MachineError(f"cannot run fio on '{names}': {(done.stderr or done.stdout).strip()[:300]}")
     # Warnings come before the object.
     job: dict[str, Any] = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
     moved = job["read"]["io_bytes"] + job["write"]["io_bytes"]
@@ -118,3 +107,30 @@ def run(path: str, kind: str, nbytes: int, setting: FioSetting, file_bytes: int 
     seconds = max(job["read"]["runtime"], job["write"]["runtime"]) / 1e3
     cpu = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1e3
     return Sample(seconds * nbytes / moved, cpu * nbytes / moved)
+
+
+def _command(region: FioRegion, kind: str, nbytes: int, setting: FioSetting) -> list[str]:
+    return [
+        "fio",
+        "--name=roof",
+        # First: the engine's own options are unknown before it.
+        "--ioengine=io_uring",
+        "--filename=" + ":".join(path.replace(":", "\\:") for path in region.paths),
+        f"--rw={kind}",
+        f"--bs={setting.block_bytes}",
+        f"--offset={region.offset}",
+        f"--size={region.nbytes}",
+        f"--io_size={nbytes}",
+        f"--iodepth={setting.depth}",
+        f"--mem={'mmaphuge' if setting.memory == 'reserved' else 'malloc'}",
+        "--fixedbufs=1",
+        "--registerfiles=1",
+        "--direct=1",
+        # Neither renewing what is written nor dropping caches belongs to the work.
+        "--scramble_buffers=0",
+        "--invalidate=0",
+        "--randrepeat=0",
+        "--norandommap=1",
+        "--allow_file_create=0",
+        "--output-format=json",
+    ]

@@ -12,19 +12,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from memascend_jax.bench import file_contenders, fio
+from memascend_jax.bench import deepspeed_aio, file_contenders, fio
 from memascend_jax.bench.checksum_cost import checksum_cost
-from memascend_jax.bench.contest import Case, Contender, Files, Kind, TheDisk, TheStore, compete
+from memascend_jax.bench.contenders import Files, TheDisk, TheStore, TheStoreUnchecked
+from memascend_jax.bench.contest import KINDS, Case, Contender, Kind, compete
+from memascend_jax.bench.deepspeed_aio import DeepSpeedAio
 from memascend_jax.bench.environment import describe_machine
+from memascend_jax.bench.fio import FioRegion
 from memascend_jax.bench.sample import Series, find, paired_ratio
 from memascend_jax.bench.store_contender import StoreContender
 from memascend_jax.bench.tensor_set import TensorSet, one_tensor, smollm2
-from memascend_jax.errors import StoreError
+from memascend_jax.errors import MachineError, StoreError
 from memascend_jax.storage.device import resolve_paths
 from memascend_jax.storage.options import IoArguments
-from memascend_jax.units import GIB, MIB, format_bytes, round_up
+from memascend_jax.storage.tensor_store import Scratch
+from memascend_jax.units import GIB, MIB, format_bytes
 
-KINDS: tuple[Kind, ...] = ("write", "read", "mixed", "durable write")
+#: What ``against`` may name.
+OPPONENTS = ("fio", *file_contenders.KINDS, "deepspeed")
 MIN_TENSOR_BYTES = MIB
 FILE_NAME = "memascend-bench.store"
 
@@ -36,13 +41,15 @@ class BenchOptions:
     Args:
         tensor_bytes: size of the one large tensor and of the table of rows.
         rounds: measurements of each, after one that does not count.
-        against: ``fio`` and the kinds of ``file_contenders``.
+        against: of ``OPPONENTS``.
+        kinds: which work.
         beside: further contenders of the caller.
     """
 
     tensor_bytes: int = GIB
     rounds: int = 7
     against: Sequence[str] = ("fio",)
+    kinds: Sequence[Kind] = KINDS
     beside: Sequence[Contender] = ()
     io: IoArguments = field(default_factory=lambda: IoArguments())
 
@@ -55,27 +62,27 @@ def bench_store(
     Raises:
         StoreError: something is at the paths already, there is no room, or data was not read as written.
     """
-    unknown = set(options.against) - {"fio", *file_contenders.KINDS}
-    if unknown or options.rounds < 1 or options.tensor_bytes < MIN_TENSOR_BYTES:
-        raise StoreError(
-            f"cannot measure {options.rounds} rounds of {options.tensor_bytes:,} bytes against "
-            f"{', '.join(options.against) or 'nothing'}: at least 1 round of {MIN_TENSOR_BYTES:,} bytes, against "
-            f"fio, {', '.join(file_contenders.KINDS)}"
-        )
+    _check(options)
     members = bench_paths(paths)
     large = one_tensor(options.tensor_bytes, f"one tensor of {format_bytes(options.tensor_bytes)}")
     sets = [large, smollm2(1 if options.tensor_bytes >= 128 * MIB else 64)]
-    series: list[Series] = []
     machine = describe_machine(paths)
     with ExitStack() as stack:
-        store = StoreContender(members, sets, options.tensor_bytes, options.io)
+        table_bytes = options.tensor_bytes if "rows" in options.kinds else 0
+        store = StoreContender(members, sets, table_bytes, options.io)
         stack.callback(store.close)
         store.fill()
-        contenders = [TheStore(store), *options.beside]
-        skipped = _add_roof(contenders, members, options, say, stack)
+        contenders: list[Contender] = [TheStore(store), TheStoreUnchecked(store), *options.beside]
+        skipped = _add_roof(contenders, store.scratch, options, say)
         skipped += _add_files(contenders, members, sets, options, stack)
-        cases = [Case(kind, tensors) for tensors in sets for kind in KINDS] + [Case("rows", sets[0])]
-        series += compete(contenders, cases, options.rounds, say)
+        skipped += _add_deepspeed(contenders, members, sets, options, say, stack)
+        cases = [
+            Case(kind, tensors)
+            for tensors in sets
+            for kind in options.kinds
+            if kind != "rows" or tensors is large
+        ]
+        series = compete(contenders, cases, options.rounds, say)
         return {
             "machine": machine,
             "members": store.store.inspect()["members"],
@@ -115,29 +122,37 @@ def ratios(series: Sequence[Series]) -> list[dict[str, Any]]:
     return found
 
 
+def _check(options: BenchOptions) -> None:
+    unknown = [name for name in options.against if name not in OPPONENTS]
+    unknown += [kind for kind in options.kinds if kind not in KINDS]
+    if unknown or options.rounds < 1 or options.tensor_bytes < MIN_TENSOR_BYTES:
+        raise StoreError(
+            f"cannot measure {options.rounds} rounds of {', '.join(options.kinds) or 'nothing'} with "
+            f"{options.tensor_bytes:,} bytes against {', '.join(options.against) or 'nothing'}: at least 1 round of "
+            f"{', '.join(KINDS)} with {MIN_TENSOR_BYTES:,} bytes, against {', '.join(OPPONENTS)}"
+        )
+
+
 def _add_roof(
-    contenders: list[Contender],
-    members: Sequence[str],
-    options: BenchOptions,
-    say: Callable[[str], None],
-    stack: ExitStack,
+    contenders: list[Contender], scratch: Scratch, options: BenchOptions, say: Callable[[str], None]
 ) -> list[str]:
-    """Adds fio on a file beside each member; returns why not."""
+    """Adds fio on the store's scratch extent, so that both have the same files or devices; returns why not."""
     if "fio" not in options.against:
         return []
     if reason := fio.available():
         return [reason]
-    if any(Path(member).is_block_device() for member in members):
-        return ["fio is left out on block devices: it would write over the store"]
-    roofs = [f"{member}.fio" for member in members]
-    nbytes = round_up(options.tensor_bytes, 4 * MIB)
-    for roof in roofs:
-        stack.callback(Path(roof).unlink, missing_ok=True)
-        fio.lay_out(roof, round_up(nbytes // len(roofs), 4 * MIB))
-    disk = TheDisk(":".join(roofs), nbytes)
+    disk = TheDisk(_region(scratch), options.kinds)
     disk.tune(say)
     contenders.append(disk)
     return []
+
+
+def _region(scratch: Scratch) -> FioRegion:
+    """Returns the part of ``scratch`` that lies at the same offsets on all members: fio takes one for all."""
+    places = scratch.places()
+    begin = max(offset for _, offset, _ in places)
+    end = min(offset + nbytes for _, offset, nbytes in places)
+    return FioRegion(tuple(path for path, _, _ in places), begin, (end - begin) * len(places))
 
 
 def _add_files(
@@ -150,7 +165,7 @@ def _add_files(
     """Adds the ways of keeping tensors in files that are installed; returns which are not."""
     missing = []
     for kind in options.against:
-        if kind == "fio":
+        if kind not in file_contenders.KINDS:
             continue
         if Path(members[0]).is_block_device():
             missing.append(f"{kind} is left out: a block device holds no files")
@@ -162,3 +177,30 @@ def _add_files(
         stack.callback(file_contenders.remove, folder)
         contenders.append(Files(kind, folder, sets))
     return missing
+
+
+def _add_deepspeed(
+    contenders: list[Contender],
+    members: Sequence[str],
+    sets: Sequence[TensorSet],
+    options: BenchOptions,
+    say: Callable[[str], None],
+    stack: ExitStack,
+) -> list[str]:
+    """Adds DeepSpeed's aio where it is installed; returns why not."""
+    if "deepspeed" not in options.against:
+        return []
+    if Path(members[0]).is_block_device():
+        return ["deepspeed is left out: a block device holds no files"]
+    if not deepspeed_aio.installed():
+        return ["deepspeed is left out: it is not installed"]
+    folder = Path(f"{members[0]}.deepspeed")
+    stack.callback(file_contenders.remove, folder)
+    try:
+        aio = DeepSpeedAio(folder, sets)
+    except MachineError as error:
+        return [f"deepspeed is left out: {error}"]
+    stack.callback(aio.close)
+    aio.tune(sets[0].label, say)
+    contenders.append(aio)
+    return []

@@ -8,18 +8,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from memascend_jax.bench.tensor_set import TensorSet
+from memascend_jax.bench.contest import ROW_BYTES, ROWS
+from memascend_jax.bench.tensor_set import TILE_BYTES, TensorSet
 from memascend_jax.errors import StoreError
 from memascend_jax.memory.arena import PinnedArena
 from memascend_jax.storage.bounce import DEFAULT_BOUNCE_BYTES
 from memascend_jax.storage.options import IoArguments
-from memascend_jax.storage.tensor_store import TensorSpec, TensorStore, Ticket
+from memascend_jax.storage.tensor_store import Scratch, TensorSpec, TensorStore, Ticket
 from memascend_jax.units import MIB, round_up
 
 #: In the mixed case this much is read, then written, with several such batches in flight: as in a training step.
 _MIXED_BATCH_BYTES = 8 * MIB
 _MIXED_BATCHES_IN_FLIGHT = 8
-ROW_BYTES = 8192
 ROW_TABLE = "table of rows"
 
 
@@ -41,11 +41,19 @@ class StoreContender:
         specs = [spec for tensors in sets for spec in self._named(tensors)]
         if table_bytes:
             rows = (table_bytes // ROW_BYTES, ROW_BYTES)
-            specs.append(TensorSpec(ROW_TABLE, "uint8", rows, tile_elements=4 * MIB, row_access=True))
+            specs.append(TensorSpec(ROW_TABLE, "uint8", rows, tile_elements=TILE_BYTES, row_access=True))
         arguments: IoArguments = {**io, "arena": self._arena}
-        self.store = TensorStore.create(self._paths, specs=specs, **arguments)
+        # Whole stripes on every member.
+        scratch_bytes = round_up(room, len(self._paths) * TILE_BYTES)
+        self.store = TensorStore.create(self._paths, specs=specs, scratch_bytes=scratch_bytes, **arguments)
+        self._scratch = self.store.scratch("roof", scratch_bytes)
         self._rng = np.random.default_rng(2)
-        self._rows_out = np.empty((4096, ROW_BYTES), np.uint8)
+        self._rows_out = np.empty((ROWS, ROW_BYTES), np.uint8)
+
+    @property
+    def scratch(self) -> Scratch:
+        """The extent outside all generations, as large as the largest set."""
+        return self._scratch
 
     @property
     def source(self) -> tuple[int, int]:
@@ -53,7 +61,15 @@ class StoreContender:
         return self._source.address, self._source.nbytes
 
     def fill(self) -> None:
-        """Writes every tensor to both its places, so that no measured write is the first to its blocks."""
+        """Writes every tensor to both its places, so that no measured write is the first to its blocks.
+
+        The scratch extent too, in full, for a roof to be measured on.
+        """
+        for begin in range(0, self._scratch.nbytes, self._source.nbytes):
+            batch = self.store.batch()
+            nbytes = min(self._source.nbytes, self._scratch.nbytes - begin)
+            self._scratch.write(self._source.address, nbytes, begin, batch)
+            batch.submit().wait()
         for label in self._sets:
             for _ in range(2):
                 self.write(label)
@@ -71,8 +87,19 @@ class StoreContender:
         address = self._source.address
         for name, nbytes in self._sets[label].sizes.items():
             for tile in range(self.store.tiles(f"{label}/{name}")):
-                batch.write_tile(f"{label}/{name}", tile, address + tile * 4 * MIB)
+                batch.write_tile(f"{label}/{name}", tile, address + tile * TILE_BYTES)
             address += round_up(nbytes, 4096)
+        batch.submit().wait()
+
+    def write_scratch(self, label: str) -> None:
+        """Writes as much to the scratch extent, in the same pieces: there are no checksums there."""
+        batch = self.store.batch()
+        at = 0
+        for nbytes in self._sets[label].sizes.values():
+            for begin in range(0, nbytes, TILE_BYTES):
+                piece = min(TILE_BYTES, nbytes - begin)
+                self._scratch.write(self._source.address + at + begin, piece, at + begin, batch)
+            at += round_up(nbytes, 4096)
         batch.submit().wait()
 
     def write_durably(self, label: str) -> None:
@@ -113,9 +140,9 @@ class StoreContender:
             ticket.wait()
 
     def read_rows(self) -> None:
-        """Reads 4,096 random rows of 8 KiB."""
+        """Reads random rows."""
         rows = self.store.spec(ROW_TABLE).shape[0]
-        self.store.read_rows(ROW_TABLE, self._rng.integers(0, rows, 4096), self._rows_out)
+        self.store.read_rows(ROW_TABLE, self._rng.integers(0, rows, ROWS), self._rows_out)
 
     def check(self, label: str) -> None:
         """Raises ``StoreError`` unless the last read of a set gave what was written."""

@@ -25,7 +25,7 @@ SMOLLM2_135M = {
     "hidden_act": "silu",
     "max_position_embeddings": 8192,
 }
-_TILE_BYTES = 4 * MIB
+TILE_BYTES = 4 * MIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class TensorSet:
     def specs(self) -> list[TensorSpec]:
         """Returns them as a store's tensors, in tiles of 4 MiB."""
         return [
-            TensorSpec(name, "uint8", (nbytes,), tile_elements=_TILE_BYTES)
+            TensorSpec(name, "uint8", (nbytes,), tile_elements=TILE_BYTES)
             for name, nbytes in self.sizes.items()
         ]
 

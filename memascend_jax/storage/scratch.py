@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from memascend_jax.errors import StoreError
 from memascend_jax.storage.batch import Batch
 from memascend_jax.units import round_up
@@ -80,6 +82,17 @@ class Scratch:
                 needed.add(older)
         self._in_flight.append((serial, offset, end, writes))
         extents.append((self._address + offset, address, disk_bytes))
+
+    def places(self) -> list[tuple[str, int, int]]:
+        """Returns (path, offset, bytes) of the part on each member that holds one."""
+        extent = np.array([[self._address, 0, self.nbytes]], np.int64)
+        segments = self._io.volume.striping.segments(extent)
+        found = []
+        for member in np.unique(segments[:, 0]).tolist():
+            part = segments[segments[:, 0] == member]
+            path = self._io.volume.members[member].path
+            found.append((path, int(part[:, 1].min()), int(part[:, 3].sum())))
+        return found
 
     @property
     def extent(self) -> tuple[int, int]:

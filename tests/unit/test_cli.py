@@ -210,24 +210,3 @@ def test_inspect_tells_how_long_the_drives_last(store_path: Path, capsys: pytest
     assert member["days_left"] is None
     assert cli.main([*inspect, "600,300"]) == 6
     assert "one for each of the 1 members" in capsys.readouterr().err
-
-
-def test_bench_at_toy_size_measures_and_leaves_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bench = ["store", "bench", str(tmp_path), "--direct-io", "optional", "--size", "1MiB"]
-    arguments = [*bench, "--rounds", "1", "--against", "numpy,safetensors", "--json"]
-    assert cli.main(arguments) == 0
-    facts = json.loads(capsys.readouterr().out)
-    done = {(series["contender"], series["case"].partition(",")[0]) for series in facts["series"]}
-    assert {("memascend store", kind) for kind in ("write", "read", "mixed", "durable write")} <= done
-    assert {("safetensors", "read"), ("numpy tofile/fromfile", "durable write")} <= done
-    assert all(series["median"] > 0 for series in facts["series"])
-    assert all(ratio["ratio"] > 0 for ratio in facts["ratios"])
-    assert facts["machine"]["cores"] > 0
-    assert list(tmp_path.iterdir()) == []
-    assert cli.main([*bench, "--against", "wishes"]) == 6
-    (tmp_path / "memascend-bench.store").write_text("mine")
-    assert cli.main(arguments) == 6
-    assert "the file exists" in capsys.readouterr().err
-    assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
