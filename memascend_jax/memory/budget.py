@@ -6,7 +6,7 @@ Who consumes what is known by the callers (``training.plan``); here is the accou
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from memascend_jax.errors import BudgetError
@@ -50,13 +50,13 @@ class MemoryPlan:
         return self.total_bytes <= self.budget_bytes
 
 
-def choose_plan(candidates: Iterable[MemoryPlan], options: Sequence[str]) -> int:
+def choose_plan(candidates: Iterable[MemoryPlan], options: Callable[[], Iterable[str]]) -> int:
     """Returns the index of the first candidate that fits its budget; candidates are ordered fast to small.
 
     Those behind it are not asked for.
 
     Raises:
-        BudgetError: none fits; names the smallest, its largest consumers and ``options`` that would help.
+        BudgetError: none fits; names the smallest, its largest consumers and the ``options`` that would help.
     """
     refused: list[MemoryPlan] = []
     for plan in candidates:
@@ -69,5 +69,5 @@ def choose_plan(candidates: Iterable[MemoryPlan], options: Sequence[str]) -> int
     raise BudgetError(
         f"the run needs at least {format_bytes(smallest.total_bytes)} of host memory, but the budget is "
         f"{format_bytes(smallest.budget_bytes)}. The largest parts are: {listed}. "
-        f"What would help: {'; '.join(options)}."
+        f"What would help: {'; '.join(options())}."
     )

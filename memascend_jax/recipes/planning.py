@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from memascend_jax.config import Config, store_paths
@@ -37,7 +39,7 @@ def plan_config(
     Raises:
         BudgetError: the run does not fit the memory it was given.
     """
-    choices = [depths for depths in CHOICES if tile_elements in (None, depths.tile_elements)]
+    choices = [replace(depths, tile_elements=tile_elements or depths.tile_elements) for depths in CHOICES]
     return plan_run(
         shape,
         state_format_of(config),
@@ -52,7 +54,7 @@ def plan_config(
         budget_bytes=_budget(config),
         # Without a budget the run takes what makes it fast, and leaves the rest of the machine alone.
         spend=config.offload.host_memory is not None,
-        disk_free_bytes=_disk_free_bytes(store_paths(config)[0]),
+        disk_free_bytes=disk_free_bytes(store_paths(config)),
         choices=choices,
     )
 
@@ -74,8 +76,17 @@ def _budget(config: Config) -> int:
     return available if asked is None else asked
 
 
-def _disk_free_bytes(path: Path) -> int | None:
-    """Free bytes where a new store at ``path`` would go, or None when that is a device or cannot be told."""
+def disk_free_bytes(paths: Sequence[Path]) -> int | None:
+    """Returns how large a new store at ``paths`` could be, or None when one is a device or exists.
+
+    Members hold equal shares, so the fullest disk decides.
+    """
+    free = [_member_free_bytes(path) for path in paths]
+    known = [nbytes for nbytes in free if nbytes is not None]
+    return min(known) * len(known) if len(known) == len(free) else None
+
+
+def _member_free_bytes(path: Path) -> int | None:
     folder = path.expanduser().absolute()
     if folder.is_block_device() or (folder.exists() and not folder.is_dir()):
         return None

@@ -7,13 +7,15 @@ The same arithmetic chooses slot counts and tile sizes, prints the plan, and is 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
+from memascend_jax.errors import BudgetError
 from memascend_jax.memory.budget import Consumer, MemoryPlan, choose_plan
 from memascend_jax.memory.pool import SizeClass
-from memascend_jax.models.shapes import EMBED_NAME, LlamaConfig
+from memascend_jax.models.shapes import EMBED_NAME, LlamaConfig, parameter_count
 from memascend_jax.optim.state_format import BLOCK_BYTES, StateFormat, itemsize
 from memascend_jax.storage.superblock import Durability
 from memascend_jax.storage.tensor_store import TensorSpec, bytes_needed
@@ -78,6 +80,10 @@ CHOICES = (
     Depths(1, 2, 2, 2, 1 << 17, 2 * MIB),
 )
 SPOOL_SLOTS = 8
+#: Tiles that a model is cut into at most, about; a larger one gets larger tiles, whose slots it does not notice.
+MOST_TILES = 1 << 18
+#: Shorter sequences are no remedy for anything.
+SHORTEST_SEQUENCE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,21 +207,49 @@ def plan_run(
         BudgetError: not even the smallest choice fits, with the numbers and what would help.
     """
 
-    def plan(depths: Depths) -> RunPlan:
-        return _plan(config, fmt, workload, placement, durability, budget_bytes, disk_free_bytes, depths)
+    on_ssd = placement == "ssd"
+    candidates: list[tuple[ModelLayout, Depths]] = []
 
-    candidates: list[RunPlan] = []
+    def memory_of(candidate: tuple[ModelLayout, Depths], workload: Workload) -> MemoryPlan:
+        return MemoryPlan(tuple(_consumers(*candidate, workload, on_ssd)), budget_bytes)
 
     def memory_plans() -> Iterator[MemoryPlan]:
+        least = least_tile_elements(parameter_count(config))
         for depths in choices:
-            candidates.append(plan(depths))
-            yield candidates[-1].memory
+            depths = replace(depths, tile_elements=max(depths.tile_elements, least))
+            candidates.append((_layout(config, fmt, depths), depths))
+            yield memory_of(candidates[-1], workload)
 
-    choose_plan(memory_plans(), _options(workload, placement))
-    chosen = candidates[-1]
-    if not spend or placement != "ssd":
-        return chosen
-    return plan(_spend(chosen.layout, chosen.depths, budget_bytes - chosen.memory.total_bytes))
+    choose_plan(memory_plans(), lambda: _options(partial(memory_of, candidates[-1]), workload, placement))
+    layout, depths = candidates[-1]
+    if spend and on_ssd:
+        depths = _spend(layout, depths, budget_bytes - memory_of((layout, depths), workload).total_bytes)
+    plan = _plan(
+        layout,
+        depths,
+        workload,
+        placement,
+        durability,
+        memory_of((layout, depths), workload),
+        disk_free_bytes,
+    )
+    if disk_free_bytes is not None and plan.disk_bytes > disk_free_bytes:
+        raise BudgetError(
+            f"the run needs {format_bytes(plan.disk_bytes)} of disk space for its store with durability "
+            f"{plan.durability}, but only {format_bytes(disk_free_bytes)} are free there. What would help: another disk"
+            " (offload.store), several (offload.store=[/mnt/a,/mnt/b])"
+            + (
+                ""
+                if plan.durability == "checkpoint"
+                else ", offload.durability=checkpoint, which takes about half"
+            )
+        )
+    return plan
+
+
+def least_tile_elements(n_parameters: int) -> int:
+    """Returns the smallest tile that a model is cut into: of a huge one, few enough to plan and keep in tables."""
+    return 1 << (max(n_parameters // MOST_TILES, 1) - 1).bit_length()
 
 
 def _spend(layout: ModelLayout, depths: Depths, spare_bytes: int) -> Depths:
@@ -279,39 +313,43 @@ def store_specs(layout: ModelLayout) -> tuple[TensorSpec, ...]:
     return tuple(specs)
 
 
+def _layout(config: LlamaConfig, fmt: StateFormat, depths: Depths) -> ModelLayout:
+    return plan_layout(
+        config, fmt, target_tile_elements=depths.tile_elements, target_head_bytes=depths.head_tile_bytes
+    )
+
+
 def _plan(
-    config: LlamaConfig,
-    fmt: StateFormat,
+    layout: ModelLayout,
+    depths: Depths,
     workload: Workload,
     placement: str,
     durability: str,
-    budget_bytes: int,
+    memory: MemoryPlan,
     disk_free_bytes: int | None,
-    depths: Depths,
 ) -> RunPlan:
-    layout = plan_layout(
-        config, fmt, target_tile_elements=depths.tile_elements, target_head_bytes=depths.head_tile_bytes
-    )
-    on_ssd = placement == "ssd"
-    classes = ssd_classes(layout, depths) if on_ssd else memory_classes(layout)
-    specs = store_specs(layout)
+    on_ssd, specs = placement == "ssd", store_specs(layout)
     scratch = sum(
-        round_up(math.prod(tensor.shape) * itemsize(fmt.grad_dtype), BLOCK_BYTES) for tensor in layout.tensors
+        round_up(math.prod(tensor.shape) * itemsize(layout.format.grad_dtype), BLOCK_BYTES)
+        for tensor in layout.tensors
     )
     kept = _durability(durability, bytes_needed(specs, scratch, "step"), disk_free_bytes)
-    consumers = tuple(_consumers(layout, classes, workload, on_ssd))
     return RunPlan(
         layout=layout,
         placement=placement,
         durability=kept,
         depths=depths,
-        memory=MemoryPlan(consumers, budget_bytes),
-        size_classes=classes,
+        memory=memory,
+        size_classes=_size_classes(layout, depths, on_ssd),
         specs=specs,
         scratch_bytes=scratch,
         disk_bytes=bytes_needed(specs, scratch, kept) if on_ssd else 0,
         traffic=_traffic(layout, depths, workload) if on_ssd else (),
     )
+
+
+def _size_classes(layout: ModelLayout, depths: Depths, on_ssd: bool) -> dict[str, SizeClass]:
+    return ssd_classes(layout, depths) if on_ssd else memory_classes(layout)
 
 
 def _durability(wanted: str, step_bytes: int, disk_free_bytes: int | None) -> Durability:
@@ -371,9 +409,8 @@ def _capacity(layout: ModelLayout, depths: Depths) -> dict[str, int]:
     }
 
 
-def _consumers(
-    layout: ModelLayout, classes: dict[str, SizeClass], workload: Workload, on_ssd: bool
-) -> Iterator[Consumer]:
+def _consumers(layout: ModelLayout, depths: Depths, workload: Workload, on_ssd: bool) -> Iterator[Consumer]:
+    classes = _size_classes(layout, depths, on_ssd)
     yield Consumer("runtime", "interpreter and libraries", RUNTIME_BYTES, "measured")
     yield Consumer("runtime", "XLA compiler", COMPILER_BYTES, "measured")
     yield Consumer("data", "tokenized examples", workload.n_examples * workload.seq_len * 16)
@@ -417,11 +454,40 @@ def _device_consumers(layout: ModelLayout, workload: Workload) -> Iterator[Consu
     yield Consumer("device", "head and embedding workspace", head)
 
 
-def _options(workload: Workload, placement: str) -> list[str]:
-    options = ["a larger offload.host_memory"]
+def _options(
+    memory_of: Callable[[Workload], MemoryPlan], workload: Workload, placement: str
+) -> Iterator[str]:
+    """Yields what would make the smallest choice fit, the nearest of each kind, with the memory it would need."""
+    minimum = round_up(memory_of(workload).total_bytes, MIB)
+    yield f"offload.host_memory={minimum // MIB}MiB or more"
     if placement == "memory":
-        options.append("offload.placement=ssd")
-    if workload.micro_batch_size > 1:
-        options.append("a smaller train.micro_batch_size with more train.gradient_accumulation_steps")
-    options.append(f"a data.seq_len below {workload.seq_len}")
-    return options
+        yield "offload.placement=ssd"
+    told: set[str] = set()
+    for smaller, words in smaller_workloads(workload):
+        key = words.partition("=")[0]
+        needed = memory_of(smaller)
+        if needed.fits and key not in told:
+            told.add(key)
+            yield f"{words} ({format_bytes(needed.total_bytes)})"
+
+
+def smaller_workloads(workload: Workload) -> Iterator[tuple[Workload, str]]:
+    """Yields workloads that need less memory, each with the keys that make them; the nearest of a kind first."""
+    batch, steps, seq_len = (
+        workload.micro_batch_size,
+        workload.gradient_accumulation_steps,
+        workload.seq_len,
+    )
+    if batch > 1:
+        yield (
+            replace(workload, micro_batch_size=1, gradient_accumulation_steps=batch * steps),
+            f"train.micro_batch_size=1 with train.gradient_accumulation_steps={batch * steps}",
+        )
+    if batch * steps > 1:
+        yield (
+            replace(workload, micro_batch_size=1, gradient_accumulation_steps=1),
+            "train.micro_batch_size=1 with train.gradient_accumulation_steps=1",
+        )
+    while seq_len > SHORTEST_SEQUENCE:
+        seq_len //= 2
+        yield replace(workload, seq_len=seq_len), f"data.seq_len={seq_len}"
