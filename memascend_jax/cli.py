@@ -47,7 +47,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"memascend-jax {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    plan = _command(commands, "plan", _plan, "where every byte of a run would live; loads and writes nothing")
+    plan = _command(
+        commands, "plan", _plan, "where every byte of a run would live; reads no weights, writes nothing"
+    )
     from memascend_jax.recipes.llama_finetune import add_config_arguments
 
     add_config_arguments(plan)

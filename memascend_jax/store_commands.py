@@ -90,7 +90,7 @@ def _create(options: argparse.Namespace) -> int:
 
     with TensorStore.create(
         options.paths,
-        capacity=options.capacity,
+        capacity=None if options.capacity is None else _size(options.capacity, "--capacity"),
         weights="measure" if options.weights == "measure" else _numbers(options.weights, int, "--weights"),
         speeds=_numbers(options.speeds, float, "--speeds"),
         durability=options.durability,
@@ -172,15 +172,10 @@ def _wipe(options: argparse.Namespace) -> int:
 
 def _bench(options: argparse.Namespace) -> int:
     from memascend_jax.bench.store_bench import BenchOptions, bench_store
-    from memascend_jax.errors import StoreError
-    from memascend_jax.units import parse_bytes
 
     # What was made for the measurement is removed on the way out, then too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        tensor_bytes = parse_bytes(options.size)
-    except ValueError as error:
-        raise StoreError(f"--size: {error}") from None
+    tensor_bytes = _size(options.size, "--size")
     facts = bench_store(
         options.paths,
         BenchOptions(
@@ -208,11 +203,21 @@ def _bench(options: argparse.Namespace) -> int:
 
 def _numbers(text: str | None, kind: type[int] | type[float], option: str) -> list[Any] | None:
     """Returns the numbers of a list such as ``2,1``."""
-    from memascend_jax.errors import StoreError
+    from memascend_jax.errors import ConfigError
 
     if text is None:
         return None
     try:
         return [kind(part) for part in text.split(",")]
     except ValueError:
-        raise StoreError(f"{option}: expected numbers with commas, one per path, got {text!r}") from None
+        raise ConfigError(f"{option}: expected numbers with commas, one per path, got {text!r}") from None
+
+
+def _size(text: str, option: str) -> int:
+    from memascend_jax.errors import ConfigError
+    from memascend_jax.units import parse_bytes
+
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise ConfigError(f"{option}: {error}") from None

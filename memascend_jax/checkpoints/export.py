@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import shutil
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from memascend_jax.checkpoints.safetensors_file import header_bytes
 from memascend_jax.checkpoints.source import PIECE_BYTES
 from memascend_jax.dtypes import dtype_name, to_dtype
-from memascend_jax.errors import DataError
+from memascend_jax.errors import ConfigError, DataError
 from memascend_jax.models.shapes import LlamaConfig, TensorShape
 
 #: Returns ``n`` elements of a tensor from a flat start: ``read(name, start, n)``.
@@ -47,16 +48,23 @@ def export_huggingface(
         max_shard_bytes: a shard is at most this large, but holds at least one tensor.
 
     Raises:
-        DataError: ``out_dir`` exists, or ``read`` returns another dtype or count than asked for.
-        OSError: the disk is full or not writable, with the path.
+        ConfigError: ``out_dir`` exists, or cannot be made.
+        DataError: ``read`` returns another dtype or count than asked for.
+        OSError: the disk is full or fails, with the path.
     """
-    if out_dir.exists():
-        raise DataError(
-            f"cannot export to '{out_dir}': it exists already. Move it away, or choose another place."
-        )
-    out_dir.parent.mkdir(parents=True, exist_ok=True)
     partial = out_dir.with_name(f".{out_dir.name}.partial-{os.getpid()}")
-    partial.mkdir()
+    try:
+        if out_dir.exists():
+            raise ConfigError(
+                f"cannot export to '{out_dir}': it exists already. Move it away, or choose another place."
+            )
+        out_dir.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(out_dir)
+        partial.mkdir()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot export to '{out_dir}': {error.strerror}. Choose a place you may write to."
+        ) from error
     try:
         _write_weights(read, shapes, dtype, partial, max_shard_bytes)
         for name, content in _with_config(files, config, dtype).items():
@@ -67,6 +75,13 @@ def export_huggingface(
         shutil.rmtree(partial, ignore_errors=True)
         raise
     _sync_folder(out_dir.parent)
+
+
+def _remove_leftovers(out_dir: Path) -> None:
+    """Removes what exports to the same place left whose process was killed: whole models, under a hidden name."""
+    for partial in out_dir.parent.glob(f"{glob.escape(f'.{out_dir.name}.partial-')}*"):
+        if not Path("/proc", partial.name.rpartition("-")[2]).exists():
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def _with_config(files: Mapping[str, bytes], config: LlamaConfig, dtype: str) -> dict[str, bytes]:

@@ -46,6 +46,11 @@ class Dataset:
     questions: tuple[Question, ...] = ()
     notes: tuple[str, ...] = ()
 
+    @property
+    def sequences(self) -> int:
+        """Sequences that are held in memory, held-out ones included."""
+        return len(self.train) + (len(self.held_out) if self.held_out else 0)
+
     def preview(self, coder: Coder | None) -> Preview:
         """Returns what became of the examples, and the first of the training data as text."""
         rows = [

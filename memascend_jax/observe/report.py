@@ -11,6 +11,7 @@ from typing import Any
 from memascend_jax.errors import DataError
 from memascend_jax.observe.metrics import read_lines
 from memascend_jax.observe.overlap import phase_overlaps
+from memascend_jax.observe.process import is_gone
 from memascend_jax.observe.trace_file import find_trace, read_events
 
 SCHEMA = 1
@@ -19,15 +20,15 @@ SCHEMA = 1
 def read_run(folder: Path) -> dict[str, Any]:
     """Returns ``status``, ``summary``, the number of metrics lines, and the ``overlap`` of computing and I/O of a run.
 
-    Before a run has written its ``summary.json`` the summary holds what its metrics tell so far. Without a trace
-    the overlap is empty.
+    Before a run has written its ``summary.json`` the summary holds what its metrics tell so far. The ``state`` of a
+    run whose process ended without saying so is ``died``. Without a trace the overlap is empty.
 
     Raises:
         DataError: the folder is not one of a run, or a file in it is damaged.
     """
     if not folder.is_dir():
         raise DataError(f"cannot report on '{folder}': it is not a folder; give the run.dir of a run")
-    status, summary = _read_json(folder / "status.json"), _read_json(folder / "summary.json")
+    status, summary = _read_json(folder / "status.json"), read_summary(folder)
     metrics = folder / "metrics.jsonl"
     lines = read_lines(metrics) if metrics.is_file() else []
     if status is None and summary is None and not lines:
@@ -35,6 +36,8 @@ def read_run(folder: Path) -> dict[str, Any]:
             f"cannot report on '{folder}': it holds no status.json, summary.json or metrics.jsonl; give the run.dir"
             " of a run"
         )
+    if status and status.get("state") in ("starting", "running") and is_gone(status):
+        status = {**status, "state": "died", "message": f"there is no process {status['pid']} any more"}
     return {
         "schema": SCHEMA,
         "run_dir": str(folder),
@@ -43,6 +46,11 @@ def read_run(folder: Path) -> dict[str, Any]:
         "steps_recorded": len(lines),
         "overlap": _overlap(folder),
     }
+
+
+def read_summary(folder: Path) -> dict[str, Any] | None:
+    """Returns the figures of the finished run in ``folder``, or None when it has not finished or they are gone."""
+    return _read_json(folder / "summary.json")
 
 
 def _overlap(folder: Path) -> list[dict[str, Any]]:

@@ -111,7 +111,7 @@ def _split(summary: Mapping[str, Any]) -> str | None:
 
 
 def status_line(status: Mapping[str, Any]) -> Text:
-    """Returns one line on whether the run runs, stopped or is done; keys as in ``status.json``."""
+    """Returns one line on whether the run runs, stopped, died or is done; keys as ``read_run`` gives them."""
     if not status:
         return Text("no status was recorded")
     message = f": {status['message']}" if status.get("message") else ""

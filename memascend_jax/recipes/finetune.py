@@ -22,6 +22,7 @@ from memascend_jax.memory.meter import Meter
 from memascend_jax.observe.failure import say_at_once
 from memascend_jax.observe.meter_log import MeterLog
 from memascend_jax.observe.metrics import MetricsFile, read_lines
+from memascend_jax.observe.report import read_summary
 from memascend_jax.observe.screen import Screen
 from memascend_jax.observe.trace import recording
 from memascend_jax.recipes.gauges import build_gauges, meter_facts
@@ -31,6 +32,7 @@ from memascend_jax.recipes.run_folder import RunFolder
 from memascend_jax.recipes.run_store import find_run, open_store
 from memascend_jax.recipes.run_summary import summarise
 from memascend_jax.recipes.session import Session, open_arena, open_session
+from memascend_jax.recipes.store_place import check_places, check_room
 from memascend_jax.training.generate import generate_greedy
 from memascend_jax.training.initialise import initialise_state
 from memascend_jax.training.loop import StepData, Trainer, evaluate
@@ -69,10 +71,9 @@ def run(config: Config) -> int:
     with ExitStack() as stack:
         job = _load(config, stack)
         if job.state.step >= job.total_steps and job.state.results.get("finished"):
-            job.screen.say(
-                f"the run in {job.folder.path} is complete at step {job.state.step}; nothing to do"
-            )
+            _show_again(job)
             return 0
+        _begin(job)
         # Until all parts are closed, so that a first Ctrl-C while a finished run closes does not make it a failure.
         stop = stack.enter_context(StopRequest(_say_stopping))
         try:
@@ -101,27 +102,44 @@ def _how_to_go_on(job: Run) -> str:
 
 
 def _load(config: Config, stack: ExitStack) -> Run:
-    """Reads shapes, tokenizer and data, finds an earlier run, and plans; reads no weights."""
+    """Reads shapes, tokenizer and data, finds an earlier run, and plans; reads no weights and writes nothing."""
     screen = stack.enter_context(Screen())
-    found = find_run(config)
+    found, folder = find_run(config), RunFolder(config)
+    on_disk = config.offload.placement != "memory"
+    if found is None:
+        folder.check_writable()
+        folder.check_is_free()
+        if on_disk:
+            check_places(config)
     model = open_model(config)
     stack.callback(model.close)
     data = open_data(config, model)
     tile_elements = found.state.tile_elements if found else None
-    n_examples = len(data.train) + (len(data.held_out) if data.held_out else 0)
-    plan = plan_config(config, model.config, n_examples=n_examples, tile_elements=tile_elements)
-    folder = RunFolder(config)
-    if found is None:
-        folder.check_is_free()
-    folder.prepare(config)
-    folder.write_plan(plan.to_json())
+    plan = plan_config(config, model.config, n_examples=data.sequences, tile_elements=tile_elements)
+    if found is None and on_disk:
+        check_room(config, plan)
     state = found.state if found else RunState(0, to_dict(config), plan.depths.tile_elements)
-    total_steps = _total_steps(config, data)
-    screen.show_plan(plan.rows())
-    screen.show_data(data, model.coder)
-    if found:
-        screen.say(f"going on from step {state.step} of {total_steps} (generation {found.generation})")
-    return Run(config, folder, screen, model, data, plan, total_steps, state, found is not None)
+    return Run(
+        config, folder, screen, model, data, plan, _total_steps(config, data), state, found is not None
+    )
+
+
+def _begin(job: Run) -> None:
+    """Writes the first files of the run and shows what is going to be done."""
+    job.folder.prepare(job.config, job.plan.to_json(), job.state.step, job.total_steps)
+    job.screen.show_plan(job.plan.rows())
+    job.screen.show_data(job.data, job.model.coder)
+    if job.resumed:
+        job.screen.say(f"going on from step {job.state.step} of {job.total_steps}")
+
+
+def _show_again(job: Run) -> None:
+    """Shows the result of a complete run as it was shown at its end."""
+    job.screen.say(f"the run in {job.folder.path} is complete at step {job.state.step}; nothing to do")
+    # Its files may have been moved away: what makes a run complete is in the store.
+    summary = read_summary(job.folder.path)
+    if summary is not None:
+        job.screen.show_summary(summary, _sample_rows(job))
 
 
 def _total_steps(config: Config, data: Dataset) -> int:
@@ -137,7 +155,6 @@ def _total_steps(config: Config, data: Dataset) -> int:
 def _set_up(job: Run, stack: ExitStack) -> tuple[Session, Trainer]:
     """Builds the parts, writes the first generation of a new run, and compiles."""
     cache = _keep_compiled_code(job.folder)
-    job.folder.write_status("starting", job.state.step, job.total_steps)
     if job.plan.compiles_apart and not job.resumed:
         job.screen.say("compiling")
         train = job.config.train

@@ -13,16 +13,16 @@ from memascend_jax.errors import BudgetError
 from memascend_jax.memory.meter import available_memory_bytes
 from memascend_jax.models.shapes import LlamaConfig
 from memascend_jax.optim.state_format import StateFormat, state_format
-from memascend_jax.recipes.inputs import open_model
+from memascend_jax.recipes.inputs import open_data, open_model
 from memascend_jax.training.plan import CHOICES, RunPlan, Workload, plan_run
 from memascend_jax.units import format_bytes
 
 
 def plan_from_config(config: Config) -> RunPlan:
-    """Returns the plan of the run that ``config`` describes; opens the model for its shape only."""
+    """Returns the plan of a new run that ``config`` describes; reads the data, of the model only its shape."""
     model = open_model(config)
     try:
-        return plan_config(config, model.config, n_examples=0)
+        return plan_config(config, model.config, n_examples=open_data(config, model).sequences)
     finally:
         model.close()
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from memascend_jax.config import Config, to_yaml
-from memascend_jax.errors import RunError
+from memascend_jax.errors import ConfigError
+from memascend_jax.observe.process import this_process
 
 
 class RunFolder:
@@ -20,10 +21,10 @@ class RunFolder:
         self.path = Path(config.run.dir).expanduser()
 
     def check_is_free(self) -> None:
-        """Returns when a new run may write here.
+        """Returns when a new run may write here; writes nothing.
 
         Raises:
-            RunError: the folder has files that the run would overwrite.
+            ConfigError: the folder has files that the run would overwrite.
         """
         present = [name for name in ("metrics.jsonl", "summary.json") if self._has(name)]
         if self._has("config.yaml") and not self._has("status.json"):
@@ -31,24 +32,37 @@ class RunFolder:
         if self.export.exists():
             present.append("export")
         if present:
-            raise RunError(
+            raise ConfigError(
                 f"cannot start a new run in run.dir={str(self.path)!r}: it holds {', '.join(present)} of something "
                 "else, which would be overwritten; choose another run.dir, or move them away"
             )
 
-    def prepare(self, config: Config) -> None:
-        """Makes the folder and writes ``config.yaml``.
+    def check_writable(self) -> None:
+        """Returns when the folder, or the one it would be made in, can be written; writes nothing.
 
         Raises:
-            RunError: the folder cannot be written.
+            ConfigError: it is not a folder, or this user may not write there.
+        """
+        place = nearest_existing(self.path)
+        if not place.is_dir():
+            raise self._unwritable(f"{str(place)!r} is not a folder")
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise self._unwritable(f"{str(place)!r} is read-only, or not yours to write")
+
+    def prepare(self, config: Config, plan: dict[str, Any], step: int, total_steps: int) -> None:
+        """Makes the folder and writes ``status.json``, ``config.yaml`` and ``plan.json``.
+
+        Raises:
+            ConfigError: the folder cannot be written.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            # The status first: it tells a later start that the other files are a run's.
+            self.write_status("starting", step, total_steps)
             self._write("config.yaml", to_yaml(config))
+            self._write_json("plan.json", plan)
         except OSError as error:
-            raise RunError(
-                f"cannot write to run.dir={str(self.path)!r}: {error.strerror}; choose a folder you may write to"
-            ) from error
+            raise self._unwritable(error.strerror or str(error)) from error
 
     @property
     def metrics(self) -> Path:
@@ -69,9 +83,6 @@ class RunFolder:
     def trace(self, *, compressed: bool) -> Path:
         return self.path / ("trace.json.gz" if compressed else "trace.json")
 
-    def write_plan(self, plan: dict[str, Any]) -> None:
-        self._write_json("plan.json", plan)
-
     def write_status(self, state: str, step: int, total_steps: int, message: str = "") -> None:
         """Says what the run is doing: ``starting``, ``running``, ``stopped``, ``failed`` or ``done``."""
         self._write_json(
@@ -80,7 +91,7 @@ class RunFolder:
                 "state": state,
                 "step": step,
                 "total_steps": total_steps,
-                "pid": os.getpid(),
+                **this_process(),
                 "unix_time": round(time.time(), 3),
                 "message": message,
             },
@@ -88,6 +99,11 @@ class RunFolder:
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         self._write_json("summary.json", summary)
+
+    def _unwritable(self, why: str) -> ConfigError:
+        return ConfigError(
+            f"cannot write to run.dir={str(self.path)!r}: {why}; choose a folder you may write to"
+        )
 
     def _has(self, name: str) -> bool:
         path = self.path / name
@@ -100,3 +116,19 @@ class RunFolder:
         draft = self.path / f".{name}.new"
         draft.write_text(text, encoding="utf-8")
         draft.replace(self.path / name)
+
+
+def nearest_existing(path: Path) -> Path:
+    """Returns ``path`` itself, or the nearest of its parents that there is."""
+    path = path.absolute()
+    while not _exists(path) and path != path.parent:
+        path = path.parent
+    return path
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:
+        # Below a folder that this user may not enter; that folder is the one to name.
+        return False

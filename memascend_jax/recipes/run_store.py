@@ -84,8 +84,10 @@ def open_store(config: Config, plan: RunPlan, arena: PinnedArena, *, resumed: bo
             arena=arena,
             bounce_bytes=BOUNCE_BYTES,
         )
-    for path in paths:
-        _check_parent(Path(path).expanduser(), Path(config.run.dir).expanduser())
+    for path in map(Path, paths):
+        # Any other folder must be there already: the disk may not be mounted.
+        if path.is_relative_to(config.run.dir):
+            path.parent.mkdir(parents=True, exist_ok=True)
     return TensorStore.create(
         paths,
         specs=plan.specs,
@@ -97,21 +99,3 @@ def open_store(config: Config, plan: RunPlan, arena: PinnedArena, *, resumed: bo
         bounce_bytes=BOUNCE_BYTES,
         overwrite=any(map(is_member, resolve_paths(paths))),
     )
-
-
-def _check_parent(path: Path, run_dir: Path) -> None:
-    """Makes the store's folder if it lies in ``run.dir``; any other must be there: the disk may not be mounted."""
-    if path.parent.is_dir():
-        return
-    if not path.is_relative_to(run_dir):
-        raise StoreError(
-            f"cannot create the store {str(path)!r}: the folder {str(path.parent)!r} does not exist. Is the disk "
-            "mounted? Make the folder, or correct offload.store"
-        )
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StoreError(
-            f"cannot make the folder of the store {str(path)!r}: {error.strerror}; set run.dir to a place that you "
-            "may write to"
-        ) from error

@@ -24,7 +24,8 @@ def export_store(paths: Sequence[str], out: Path) -> dict[str, Any]:
     Raises:
         StoreError: there is no store, or it holds no run.
         DataError: the model that the run started from is gone; its tokenizer and configuration are needed.
-        OSError: ``out`` exists or cannot be written.
+        ConfigError: ``out`` exists or cannot be made.
+        OSError: the disk is full or fails.
     """
     with TensorStore.open(list(paths), read_only=True, direct_io="optional") as store:
         state = RunState.decode(store.run_state, ", ".join(paths))

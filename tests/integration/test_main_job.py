@@ -15,6 +15,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from memascend_jax.observe.metrics import read_lines
+from memascend_jax.observe.report import read_run
 from memascend_jax.observe.step_clock import SPANS
 from memascend_jax.storage.tensor_store import TensorStore
 
@@ -104,13 +105,29 @@ def test_the_export_is_byte_equal_to_the_store(finished):
             assert np.abs(master - exported[name].astype(np.float32)).max() <= np.abs(master).max() / 128
 
 
-def test_a_finished_run_is_not_run_again(finished):
-    folder, _ = finished
-    before = (folder / "metrics.jsonl").read_bytes()
+def test_a_finished_run_is_not_run_again_but_shown(finished):
+    folder, first = finished
+    names = ("metrics.jsonl", "status.json", "summary.json", "config.yaml", "plan.json")
+    before = [(folder / name).read_bytes() for name in names]
     again = run(folder, "train.steps=12")
     assert again.returncode == 0
     assert "complete at step 12" in again.stderr
-    assert (folder / "metrics.jsonl").read_bytes() == before
+    assert again.stdout == first.stdout != ""
+    assert [(folder / name).read_bytes() for name in names] == before
+
+
+def test_the_plan_command_gives_the_plan_of_the_run(finished):
+    folder, _ = finished
+    planned = subprocess.run(
+        [sys.executable, "-m", "memascend_jax.cli", "plan", "--json", *command(folder, "train.steps=12")[3:]],
+        capture_output=True,
+        text=True,
+    )
+    plans = [json.loads(planned.stdout), json.loads((folder / "plan.json").read_text())]
+    for plan in plans:
+        assert any(consumer["nbytes"] > 0 for consumer in plan["consumers"] if consumer["category"] == "data")
+        del plan["budget_host_bytes"]  # What was available at its time.
+    assert plans[0] == plans[1]
 
 
 def test_a_new_run_overwrites_nothing_in_its_folder(tmp_path):
@@ -118,7 +135,7 @@ def test_a_new_run_overwrites_nothing_in_its_folder(tmp_path):
     mine = tmp_path / "run" / "metrics.jsonl"
     mine.write_text("mine\n")
     refused = run(tmp_path / "run")
-    assert refused.returncode == 1
+    assert refused.returncode == 2
     assert "metrics.jsonl" in refused.stderr
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["metrics.jsonl"]
     assert mine.read_text() == "mine\n"
@@ -238,6 +255,9 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(finished, tmp_path):
         ) as process:
             wait_for_step(folder, step, process)
             process.kill()
+        told = read_run(folder)["status"]
+        assert told["state"] == "died"
+        assert told["message"] == f"there is no process {process.pid} any more"
     done = run(folder, "train.steps=12")
     assert done.returncode == 0, done.stderr
     assert exact(metrics(folder)) == exact(metrics(finished[0]))

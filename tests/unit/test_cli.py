@@ -191,12 +191,12 @@ def test_store_is_created_with_what_was_asked(tmp_path: Path, capsys: pytest.Cap
     assert "there is one already" in capsys.readouterr().err
     assert cli.main([*create, "--capacity", "1MiB", "--speeds", "1,3", "--overwrite"]) == 0
     assert "block" not in capsys.readouterr().err
-    for arguments, message in [
-        (["--capacity", "1 elephant"], "expected a size"),
-        (["--weights", "2,x"], "--weights: expected numbers"),
-        ([], "a new store needs a capacity"),
+    for arguments, status, message in [
+        (["--capacity", "1 elephant"], 2, "--capacity: expected a size"),
+        (["--weights", "2,x"], 2, "--weights: expected numbers"),
+        ([], 6, "a new store needs a capacity"),
     ]:
-        assert cli.main([*create, *arguments]) == 6
+        assert cli.main([*create, *arguments]) == status
         assert message in capsys.readouterr().err
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from tiny_checkpoints import hf_config, random_tensors, read_whole
 from memascend_jax.checkpoints.export import export_huggingface
 from memascend_jax.checkpoints.source import PIECE_BYTES, open_checkpoint
 from memascend_jax.dtypes import to_dtype
-from memascend_jax.errors import DataError
+from memascend_jax.errors import ConfigError, DataError
 from memascend_jax.models.shapes import LlamaConfig, tensor_shapes
 
 
@@ -85,9 +87,27 @@ def test_without_a_config_the_shape_is_written(tmp_path):
 def test_an_existing_folder_is_never_touched(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("precious")
-    with pytest.raises(DataError, match="it exists already"):
+    with pytest.raises(ConfigError, match="it exists already"):
         Source().export(tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
+
+
+def test_a_place_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    for out in (tmp_path / "file" / "out", Path("/proc/nowhere/out")):
+        with pytest.raises(ConfigError, match=f"cannot export to '{out}': .* Choose a place"):
+            Source().export(out)
+
+
+def test_what_a_killed_export_left_is_removed_and_that_of_a_running_one_is_not(tmp_path):
+    # Beyond the largest number that Linux gives to a process.
+    killed, running = (tmp_path / f".out.partial-{pid}" for pid in (2**22 + 1, os.getppid()))
+    for partial in (killed, running):
+        partial.mkdir()
+        (partial / "model.safetensors").write_text("half")
+    Source().export(tmp_path / "out")
+    assert not killed.exists()
+    assert running.exists()
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), KeyboardInterrupt()])

@@ -19,10 +19,11 @@ import pytest
 from rich.console import Console
 
 from memascend_jax.errors import DataError, StoreError
-from memascend_jax.observe import progress
+from memascend_jax.observe import progress, report
 from memascend_jax.observe.example import Preview, show_preview
 from memascend_jax.observe.failure import exit_status
 from memascend_jax.observe.metrics import MetricsFile, read_lines
+from memascend_jax.observe.process import is_gone, this_process
 from memascend_jax.observe.report import read_run
 from memascend_jax.observe.summary import sample_table, status_line, summary_rows
 from memascend_jax.training.stop import StopRequest
@@ -214,6 +215,48 @@ def test_report_of_a_running_run_is_made_from_its_metrics(tmp_path: Path) -> Non
     assert run["steps_recorded"] == 3
     assert run["summary"]["step_seconds_median"] == 2.0
     assert str(status_line(run["status"])) == "running at step 3 of 9"
+
+
+def test_process_is_gone_when_it_ended_or_its_number_is_anothers() -> None:
+    mine = this_process()
+    assert not is_gone(mine)
+    assert is_gone({**mine, "pid_start": mine["pid_start"] - 1})
+    script = (
+        "import json; from memascend_jax.observe.process import this_process as p; print(json.dumps(p()))"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        other = json.loads(child.stdout.read())
+        assert other["pid"] == child.pid
+        # Ended, though nobody has asked for its status yet.
+        deadline = time.monotonic() + 10
+        while not is_gone(other):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert is_gone(other)
+
+
+@pytest.mark.parametrize("elsewhere", [{"host": "another"}, {"pid_namespace": "pid:[1]"}, {"host": None}])
+def test_process_elsewhere_is_not_said_to_be_gone(elsewhere: dict[str, Any]) -> None:
+    assert not is_gone({**this_process(), "pid_start": 1, **elsewhere})
+
+
+@pytest.mark.parametrize(
+    ("state", "gone", "said"),
+    [
+        ("running", True, "died at step 3 of 9: there is no process 7 any more"),
+        ("running", False, "running at step 3 of 9"),
+        ("starting", True, "died at step 3 of 9: there is no process 7 any more"),
+        ("done", True, "done at step 3 of 9"),
+        ("stopped", True, "stopped at step 3 of 9"),
+    ],
+)
+def test_report_tells_a_run_that_died_from_one_that_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, gone: bool, said: str
+) -> None:
+    monkeypatch.setattr(report, "is_gone", lambda status: gone)
+    (tmp_path / "status.json").write_text(json.dumps({"state": state, "step": 3, "total_steps": 9, "pid": 7}))
+    assert str(status_line(read_run(tmp_path)["status"])) == said
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]"])

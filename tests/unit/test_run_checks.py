@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What keeps a new run from starting is found before its folder is touched, and says what the user can change."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+from pathlib import Path
+
+import pytest
+from places import BlockDevices
+from stores import mounted
+
+from memascend_jax.config import Config, load_config
+from memascend_jax.errors import BudgetError, ConfigError, StoreError
+from memascend_jax.recipes import llama_finetune
+from memascend_jax.recipes.planning import plan_from_config
+from memascend_jax.recipes.run_folder import RunFolder
+from memascend_jax.recipes.store_place import check_places, check_room
+from memascend_jax.storage.tensor_store import TensorStore
+
+
+def tiny(tmp_path: Path, *overrides: str) -> Config:
+    return load_config(["tiny_random"], [f"run.dir={tmp_path / 'run'}", *overrides])
+
+
+def refuse(tmp_path: Path, *overrides: str) -> int:
+    """Returns the status of a run that must leave no trace."""
+    before = sorted(path.name for path in tmp_path.iterdir())
+    status = llama_finetune.main(["--config", "tiny_random", f"run.dir={tmp_path / 'run'}", *overrides])
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    return status
+
+
+def test_foreign_file_is_named_with_what_the_user_can_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = tmp_path / "mine"
+    mine.write_bytes(b"precious" * 100)
+    assert refuse(tmp_path, f"offload.store=[{mine}]", "offload.direct_io=optional") == 6
+    said = capsys.readouterr()
+    assert "it holds data of an unknown kind; choose another offload.store" in said.err
+    assert "erase" not in said.err
+    assert said.err.count("\n") == 1, "nothing is shown before"
+    assert mine.read_bytes() == b"precious" * 100
+
+
+def test_foreign_device_is_named_with_a_command_that_helps(
+    tmp_path: Path, block_devices: BlockDevices
+) -> None:
+    device = block_devices.blank("device")
+    with open(device, "r+b") as raw:
+        raw.write(b"precious")
+    config = tiny(tmp_path, f"offload.store=[{device}]")
+    command = f"memascend store create {device} --erase-foreign-data {device}"
+    with pytest.raises(StoreError, match=command):
+        check_places(config)
+    TensorStore.create(device, erase_foreign_data=[device]).close()
+    check_places(config)
+
+
+def test_store_in_use_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with (
+        TensorStore.create(path, capacity="1MiB", direct_io="optional"),
+        pytest.raises(StoreError, match="in use"),
+    ):
+        check_places(tiny(tmp_path, f"offload.store=[{path}]", "offload.direct_io=optional"))
+
+
+def test_memory_instead_of_a_disk_is_refused_unless_allowed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with mounted("tmpfs", tmp_path / "ram", "-t", "tmpfs", "-o", "size=1m") as folder:
+        assert refuse(tmp_path, f"offload.store=[{folder}]") == 6
+        said = capsys.readouterr().err
+        assert "is on tmpfs, which is memory, not a disk" in said
+        assert "offload.direct_io=optional" in said
+        # Allowed, and then too small: that too is found before anything is written.
+        assert refuse(tmp_path, f"offload.store=[{folder}]", "offload.direct_io=optional") == 4
+        assert "are free there; free space, choose another offload.store" in capsys.readouterr().err
+        assert list(folder.iterdir()) == []
+
+
+def test_disk_without_direct_io_is_refused_unless_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really_open = os.open
+
+    def open_without_direct(path: str, flags: int, *rest: int, **more: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), path)
+        return really_open(path, flags, *rest, **more)
+
+    monkeypatch.setattr(os, "open", open_without_direct)
+    with pytest.raises(StoreError, match=r"cannot bypass the page cache .*offload\.direct_io=optional"):
+        check_places(tiny(tmp_path))
+    check_places(tiny(tmp_path, "offload.direct_io=optional"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_room_is_checked_over_all_members_of_a_disk(tmp_path: Path, block_devices: BlockDevices) -> None:
+    config = tiny(tmp_path, f"offload.store=[{tmp_path}/a,{tmp_path}/b]")
+    free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
+    plan = plan_from_config(config)
+    check_room(config, plan)
+    with pytest.raises(BudgetError, match=r"the store needs .* at .*/a, .*/b, but .* are free there"):
+        check_room(config, dataclasses.replace(plan, disk_bytes=free * 3 // 2))
+    device = block_devices.blank("device")
+    half = tiny(tmp_path, f"offload.store=[{tmp_path}/a,{device}]")
+    check_room(half, dataclasses.replace(plan, disk_bytes=300 << 20))
+    with pytest.raises(BudgetError, match=rf"200\.00 MiB at {device}, but the device has 160\.00 MiB"):
+        check_room(half, dataclasses.replace(plan, disk_bytes=400 << 20))
+
+
+def test_run_folder_that_cannot_be_written_is_a_fault_of_the_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    below = RunFolder(load_config([], [f"run.dir={tmp_path / 'file' / 'run'}"]))
+    with pytest.raises(ConfigError, match=r"cannot write to run\.dir=.*/file' is not a folder"):
+        below.check_writable()
+    folder = RunFolder(tiny(tmp_path))
+    folder.check_writable()
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(ConfigError, match="is read-only, or not yours to write; choose a folder"):
+        folder.check_writable()
+    impossible = load_config([], ["run.dir=/proc/nowhere/run"])
+    with pytest.raises(ConfigError, match=r"cannot write to run\.dir='/proc/nowhere/run'"):
+        RunFolder(impossible).prepare(impossible, {}, 0, 1)
+
+
+def test_run_that_was_killed_at_its_very_beginning_does_not_block_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny(tmp_path)
+    folder = RunFolder(config)
+    written: list[str] = []
+    monkeypatch.setattr(folder.__class__, "_write", lambda self, name, text: written.append(name))
+    folder.prepare(config, {}, 0, 6)
+    monkeypatch.undo()
+    for count in range(len(written) + 1):
+        for name in written[:count]:
+            (tmp_path / "run" / name).write_text("x")
+        folder.check_is_free()
+    assert set(written) == {"status.json", "config.yaml", "plan.json"}
+
+
+def test_export_of_something_else_is_not_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run" / "export").mkdir(parents=True)
+    assert refuse(tmp_path, "offload.direct_io=optional") == 2
+    assert "it holds export of something else" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["export"]
