@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Byte sizes and durations as people write and read them."""
+"""Byte sizes, durations and counts as people write and read them."""
 
 from __future__ import annotations
 
@@ -62,6 +62,11 @@ def format_duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def counted(count: int, one: str, more: str) -> str:
+    """Returns ``count`` with the words that fit it: ``"1 line is"``, ``"1,200 lines are"``."""
+    return f"{count:,} {one if count == 1 else more}"
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -52,6 +52,7 @@ def check_places(file: PositionedFile, header: GgufHeader) -> None:
         DataError: lists the tensors that are not.
     """
     faults, end, before = [], header.end, "the header"
+    outside, last = 0, 0
     for place in sorted(header.tensors, key=lambda place: place.offset):
         nbytes = _stored_bytes(place)
         if nbytes is None:
@@ -61,11 +62,14 @@ def check_places(file: PositionedFile, header: GgufHeader) -> None:
             continue
         if place.offset < end:
             faults.append(f"'{place.name}' lies upon {before}")
-        if place.offset + nbytes > file.size:
-            faults.append(
-                f"'{place.name}' (offset {place.offset:,}, {nbytes:,} bytes) ends beyond the file's {file.size:,} bytes"
-            )
         end, before = place.offset + nbytes, f"'{place.name}'"
+        outside, last = outside + (end > file.size), max(end, last)
+    if outside:
+        faults.insert(
+            0,
+            f"it has {file.size:,} bytes, its tensors reach to byte {last:,}: {outside:,} of {len(header.tensors):,} "
+            "are cut off, so it is truncated or damaged",
+        )
     if faults:
         more = f"; and {len(faults) - _SHOWN_FAULTS} more" if len(faults) > _SHOWN_FAULTS else ""
         raise DataError(

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from memascend_jax.errors import ConfigError
+from memascend_jax.units import counted
 
 KeyPath = tuple[str | int, ...]
 
@@ -57,7 +58,7 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 def config_error(faults: Sequence[Fault]) -> ConfigError:
     """Returns the one error that reports all ``faults``, in the order of the files' lines."""
     ordered = sorted(faults, key=_order)
-    count = "a fault" if len(ordered) == 1 else f"{len(ordered)} faults"
+    count = counted(len(ordered), "fault", "faults")
     return ConfigError(f"the configuration has {count}:\n" + "\n".join(str(fault) for fault in ordered))
 
 

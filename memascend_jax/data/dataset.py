@@ -19,6 +19,7 @@ from memascend_jax.data.random_tokens import RANDOM_HELD_OUT, full_counts, rando
 from memascend_jax.data.tokenize import Coder, decoded_spans
 from memascend_jax.errors import DataError
 from memascend_jax.observe.example import Preview
+from memascend_jax.units import counted
 
 _COUNTED = (
     ("examples kept", "kept"),
@@ -136,9 +137,9 @@ def _check_trained(source: str, counts: Counts, seq_len: int) -> None:
     if counts.trained_tokens:
         return
     raise DataError(
-        f"no token of data.source={source} would be trained: {counts.dropped} examples are longer than"
-        f" data.seq_len={seq_len}, {counts.empty} have no answer of the assistant; raise data.seq_len, or give"
-        " messages with the role 'assistant'"
+        f"no token of data.source={source} would be trained: {counted(counts.dropped, 'example is', 'examples are')}"
+        f" longer than data.seq_len={seq_len}, {counts.empty:,} without an answer of the assistant; raise"
+        " data.seq_len, or give messages with the role 'assistant'"
     )
 
 
@@ -155,14 +156,14 @@ def _notes(main: Collection, other: Collection, eval_fraction: float, held_out: 
     special = main.with_special_text + (other.with_special_text if other is not main else 0)
     if special:
         yield (
-            f"{special} examples contain the text of special tokens, such as an end of turn, which the model"
-            " reads as such"
+            f"{counted(special, 'example contains', 'examples contain')} the text of special tokens, such as"
+            " an end of turn, which the model reads as such"
         )
     not_found = main.answers_not_found + (other.answers_not_found if other is not main else 0)
     if not_found:
         yield (
-            f"{not_found} answers are not trained: the chat template writes them otherwise, or not at all, once"
-            " more messages follow"
+            f"{counted(not_found, 'answer is', 'answers are')} not trained: the chat template writes"
+            " them otherwise, or not at all, once more messages follow"
         )
     if eval_fraction and not held_out:
         yield "nothing is held out: the data has only one distinct example"

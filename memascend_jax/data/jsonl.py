@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from memascend_jax.errors import DataError
+from memascend_jax.units import counted
 
-_MOST_SHOWN = 10
+_EXPECTED = 'Each line is one object: {"messages": [{"role": …, "content": …}, …]} or {"text": …}.'
+_LIKE_TEXT = f"It is not a JSONL file. {_EXPECTED} A plain text goes into one or more of the latter."
+_SHOWN_FAULTS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +35,11 @@ def read_examples(path: Path) -> Iterator[Example]:
     """Yields the examples of ``path`` in order.
 
     Raises:
-        DataError: the file is missing, unreadable or empty; or, after the last line, up to ten wrong lines with
-            what is wrong with each.
+        DataError: the file is missing, unreadable or empty; or, after the last line, how many lines are wrong, and
+            what with the first of them. Nothing is yielded after a wrong line.
     """
-    faults: list[str] = []
-    count = 0
+    shown: list[str] = []
+    count = wrong = not_json = 0
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
@@ -44,30 +47,40 @@ def read_examples(path: Path) -> Iterator[Example]:
                     continue
                 count += 1
                 try:
-                    yield _example(line, f"{path}:{number}")
+                    example = _example(line, f"{path}:{number}")
                 except ValueError as error:
-                    faults.append(f"{path}:{number}: {error}")
-                    if len(faults) == _MOST_SHOWN:
-                        break
+                    wrong += 1
+                    not_json += isinstance(error, _NotJsonError)
+                    if len(shown) < _SHOWN_FAULTS:
+                        shown.append(f"  {path}:{number}: {error}\n")
+                    continue
+                if not wrong:
+                    yield example
     except OSError as error:
         raise DataError(f"cannot read the data file '{path}': {error.strerror}; set data.source") from error
-    if faults:
-        shown = "\n".join(f"  {fault}" for fault in faults)
-        more = " or more" if len(faults) == _MOST_SHOWN else ""
-        raise DataError(f"the data file '{path}' has {len(faults)}{more} wrong lines:\n{shown}")
+    if wrong:
+        more = f"  and {wrong - len(shown):,} more\n" if wrong > len(shown) else ""
+        raise DataError(
+            f"the data file '{path}' has {counted(wrong, 'wrong line', 'wrong lines')} of {count:,}:\n"
+            f"{''.join(shown)}{more}{_LIKE_TEXT if not_json == count else _EXPECTED}"
+        )
     if not count:
         raise DataError(f"the data file '{path}' is empty; expected one JSON object per line")
+
+
+class _NotJsonError(ValueError):
+    pass
 
 
 def _example(line: bytes, where: str) -> Example:
     try:
         value = json.loads(line)
     except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 text (byte {error.start} of the line)") from None
+        raise _NotJsonError(f"not UTF-8 text (byte {error.start} of the line)") from None
     except (json.JSONDecodeError, RecursionError) as error:
         reason = getattr(error, "msg", "nested too deeply")
         hint = "; the file looks like one JSON array, write one object per line" if line[:1] == b"[" else ""
-        raise ValueError(f"not JSON: {reason} at column {getattr(error, 'colno', 1)}{hint}") from None
+        raise _NotJsonError(f"not JSON: {reason} at column {getattr(error, 'colno', 1)}{hint}") from None
     if not isinstance(value, dict):
         raise ValueError(f'expected an object {{"messages": [...]}} or {{"text": "..."}}, got {_kind(value)}')
     has_messages, has_text = "messages" in value, "text" in value

@@ -12,10 +12,12 @@ from math import prod
 from typing import Any
 
 from memascend_jax.errors import DataError
+from memascend_jax.units import counted
 
 EMBED_NAME = "model.embed_tokens.weight"
 NORM_NAME = "model.norm.weight"
 LM_HEAD_NAME = "lm_head.weight"
+_SHOWN_FAULTS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +144,7 @@ def check_tensors(found: Mapping[str, tuple[int, ...]], config: LlamaConfig, sou
     if config.num_hidden_layers > len(found):
         raise DataError(
             f"cannot use the model in '{source}': its config says {config.num_hidden_layers:,} layers, but it has "
-            f"{len(found)} tensors only. Fetch the model again, or correct its config.json."
+            f"{counted(len(found), 'tensor', 'tensors')} only. Fetch the model again, or correct its config.json."
         )
     faults = []
     for tensor in tensor_shapes(config):
@@ -152,8 +154,9 @@ def check_tensors(found: Mapping[str, tuple[int, ...]], config: LlamaConfig, sou
         elif tuple(shape) != tensor.shape:
             faults.append(f"'{tensor.name}' has shape {list(shape)}, expected {list(tensor.shape)}")
     if faults:
-        shown = "; ".join(faults[:20]) + (f"; and {len(faults) - 20} more" if len(faults) > 20 else "")
+        more = f"; and {len(faults) - _SHOWN_FAULTS:,} more" if len(faults) > _SHOWN_FAULTS else ""
         raise DataError(
-            f"cannot use the model in '{source}': {len(faults)} tensors do not match its config: {shown}. "
+            f"cannot use the model in '{source}': {counted(len(faults), 'tensor does', 'tensors do')} not match its "
+            f"config: {'; '.join(faults[:_SHOWN_FAULTS])}{more}. "
             "Fetch the model again, or correct its config.json."
         )

@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from memascend_jax.units import format_bytes
+from memascend_jax.units import counted, format_bytes
 
 
 def store_tables(facts: Mapping[str, Any]) -> list[Table]:
@@ -31,7 +31,7 @@ def verify_table(facts: Mapping[str, Any]) -> Table:
             ("tensors", f"{facts['tensors']:,}"),
             ("tiles", f"{facts['tiles']:,}"),
             ("read", format_bytes(facts["bytes"])),
-            ("result", f"{faults} faults" if faults else "every checksum matches"),
+            ("result", counted(faults, "fault", "faults") if faults else "every checksum matches"),
         ],
     )
 

@@ -70,7 +70,7 @@ def test_long_text_is_cut_into_sequences_and_loses_nothing(tmp_path: Path) -> No
 def test_data_without_anything_to_train_is_refused(tmp_path: Path) -> None:
     source = write(tmp_path / "a.jsonl", chat("nobody answers", None), chat("q" * 100, "beyond"))
     with pytest.raises(
-        DataError, match=r"1 examples are longer than data.seq_len=64, 1 have no answer"
+        DataError, match=r"1 example is longer than data.seq_len=64, 1 without an answer"
     ) as caught:
         build(source)
     assert caught.value.exit_code == 5
@@ -126,7 +126,7 @@ def test_evaluation_reads_at_most_the_sequences_allowed(tmp_path: Path) -> None:
 
 def test_special_tokens_in_a_text_are_noted(tmp_path: Path) -> None:
     data = build(write(tmp_path / "a.jsonl", chat("a <|im_end|>?", "b"), chat("c?", "d")))
-    assert any(note.startswith("1 examples contain the text of special tokens") for note in data.notes)
+    assert any(note.startswith("1 example contains the text of special tokens") for note in data.notes)
 
 
 def test_answers_that_the_template_hides_are_noted(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_answers_that_the_template_hides_are_noted(tmp_path: Path) -> None:
     turns = [("user", "q"), ("assistant", "lost"), ("user", "r"), ("assistant", "kept")]
     line = {"messages": [{"role": role, "content": content} for role, content in turns]}
     data = build(write(tmp_path / "a.jsonl", line), coder=byte_coder(template))
-    assert any("1 answers are not trained" in note for note in data.notes)
+    assert any("1 answer is not trained" in note for note in data.notes)
 
 
 def test_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
@@ -172,11 +172,27 @@ def test_wrong_line_is_named(tmp_path: Path, line: str, expected: str) -> None:
     assert f"{source}:2: " in str(caught.value)
 
 
-def test_up_to_ten_wrong_lines_are_reported_at_once(tmp_path: Path) -> None:
-    source = write(tmp_path / "a.jsonl", *["{"] * 30)
-    with pytest.raises(DataError, match="10 or more wrong lines") as caught:
-        list(read_examples(Path(source)))
-    assert str(caught.value).count(f"{source}:") == 10
+def test_plain_text_is_told_from_wrong_lines_and_summed_up(tmp_path: Path) -> None:
+    text = tmp_path / "a.txt"
+    text.write_text("Once upon a time\n" * 1200)
+    with pytest.raises(DataError, match="1,200 wrong lines of 1,200") as caught:
+        list(read_examples(text))
+    said = str(caught.value)
+    assert said.count(f"{text}:") == 5
+    assert "and 1,195 more" in said
+    assert "It is not a JSONL file" in said
+
+
+def test_wrong_lines_among_good_ones_are_all_counted(tmp_path: Path) -> None:
+    lines: list[Any] = [chat("fine?", "yes"), "{", '{"text": 3}', chat("too", "late")]
+    source = write(tmp_path / "a.jsonl", *lines)
+    seen = []
+    with pytest.raises(DataError, match="2 wrong lines of 4") as caught:
+        seen += list(read_examples(Path(source)))
+    assert "It is not a JSONL file" not in str(caught.value)
+    assert "more" not in str(caught.value)
+    with pytest.raises(DataError, match="1 wrong line of 1:"):
+        list(read_examples(Path(write(tmp_path / "b.jsonl", "{"))))
 
 
 @pytest.mark.parametrize("content", [b"", b"\n\n", b"\xff\xfe\n"])

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import tracemalloc
 
 import numpy as np
@@ -150,8 +151,25 @@ def test_a_truncated_file_is_refused_at_open(tmp_path, keep):
     path = write_gguf(tmp_path / "m.gguf", config, random_tensors(config))
     content = path.read_bytes()
     path.write_bytes(content[: int(keep * len(content)) if isinstance(keep, float) else keep])
-    with pytest.raises(DataError, match=r"m\.gguf"):
+    with pytest.raises(DataError, match=r"m\.gguf") as caught:
         open_checkpoint(path)
+    assert len(str(caught.value)) < 300 + len(str(path))
+
+
+def test_how_much_of_a_truncated_file_is_missing_is_said_once(tmp_path):
+    config = hf_config()
+    path = write_gguf(tmp_path / "m.gguf", config, random_tensors(config))
+    header, whole = GgufHeader(PositionedFile(path)), path.stat().st_size
+    path.write_bytes(path.read_bytes()[: header.tensors[2].offset])
+    count = len(header.tensors)
+    with pytest.raises(
+        DataError,
+        match=rf"it has {path.stat().st_size:,} bytes, its tensors reach to byte [\d,]+: {count - 2} of {count} are",
+    ) as caught:
+        open_checkpoint(path)
+    said = int(re.search(r"to byte ([\d,]+)", str(caught.value))[1].replace(",", ""))
+    assert whole - 32 < said <= whole
+    assert str(caught.value).count("blk.") == 0
 
 
 @pytest.mark.parametrize("seed", range(4))
