@@ -18,7 +18,7 @@ class Consumer:
     """Something that is resident in host memory.
 
     Attributes:
-        category: ``runtime`` | ``arena`` | ``device`` (on a CPU backend device memory is host memory) | ``data``.
+        category: ``runtime`` | ``arena`` | ``device`` (which on a CPU backend is host memory) | ``data``.
         what: the words for a table.
         nbytes: its largest size during the run.
         how: how the figure comes about, such as ``4 slots x 3.38 MiB``.
@@ -32,10 +32,11 @@ class Consumer:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The consumers of one run and the budget they must keep."""
+    """The consumers of one run and the budget they must keep; ``apart`` are those in a device's own memory."""
 
     consumers: tuple[Consumer, ...]
     budget_bytes: int
+    apart: tuple[Consumer, ...] = ()
 
     @property
     def total_bytes(self) -> int:
@@ -44,6 +45,10 @@ class MemoryPlan:
     def category_bytes(self, category: str) -> int:
         """Returns the bytes of one category."""
         return sum(consumer.nbytes for consumer in self.consumers if consumer.category == category)
+
+    @property
+    def apart_bytes(self) -> int:
+        return sum(consumer.nbytes for consumer in self.apart)
 
     @property
     def fits(self) -> bool:

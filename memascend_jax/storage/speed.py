@@ -11,12 +11,15 @@ import os
 import stat
 import statistics
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
-from memascend_jax.storage.device import Member
-from memascend_jax.storage.engine import EngineFactory, Int64Array, address_of, aligned_buffer
+from memascend_jax.memory.arena import PinnedArena
+from memascend_jax.storage.device import DirectIo, Member, create_member, open_member
+from memascend_jax.storage.engine import EngineFactory, Int64Array, address_of
 from memascend_jax.storage.layout import MAX_BLOCK_BYTES
 from memascend_jax.storage.store_errors import StoreIOError
 from memascend_jax.units import MIB
@@ -26,8 +29,55 @@ SAMPLE_BYTES = 64 * MIB
 ROUNDS = 5
 
 
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Bytes per second of a member, a flush included in the writing."""
+
+    read: float
+    write: float
+
+    @property
+    def both(self) -> float:
+        """Bytes per second when as much is read as is written: the load of training."""
+        return 2 / (1 / self.read + 1 / self.write)
+
+
 def measure_speed(member: Member, make_engine: EngineFactory) -> float:
-    """Returns the bytes per second of ``member`` when as much is read as is written: the load of training.
+    """Returns the bytes per second of ``member`` when as much is read as is written.
+
+    Raises:
+        StoreError: the disk refuses a read or a write.
+    """
+    return measure_rates(member, make_engine).both
+
+
+def probe_path(path: str, direct_io: DirectIo, make_engine: EngineFactory) -> Rates:
+    """Returns how fast a member at ``path``, which need not exist yet, would read and write; leaves nothing behind.
+
+    Raises:
+        StoreError: the path is in use or cannot hold a store, or the disk refuses a read or a write.
+    """
+    if Path(path).exists() and not Path(path).is_dir():
+        member = open_member(path, read_only=False, direct_io=direct_io)
+    else:
+        draft = _existing_folder(Path(path)) / f"memascend-probe-{os.getpid()}"
+        member = create_member(str(draft), direct_io=direct_io)
+        draft.unlink()
+    try:
+        return measure_rates(member, make_engine)
+    finally:
+        member.close()
+
+
+def _existing_folder(path: Path) -> Path:
+    path = path.absolute()
+    while not path.is_dir():
+        path = path.parent
+    return path
+
+
+def measure_rates(member: Member, make_engine: EngineFactory) -> Rates:
+    """Returns how fast ``member`` reads and writes, each alone.
 
     Raises:
         StoreError: the disk refuses a read or a write.
@@ -56,8 +106,19 @@ def _nameless_file(member: Member) -> int:
     return fd
 
 
-def _timed(fd: int, offset: int, nbytes: int, make_engine: EngineFactory) -> float:
-    memory = aligned_buffer(nbytes)
+def _timed(fd: int, offset: int, nbytes: int, make_engine: EngineFactory) -> Rates:
+    # The arena's memory, because its huge pages are half of the speed.
+    arena = PinnedArena(nbytes, pin="none")
+    slot = arena.allocate(nbytes, label="speed")
+    try:
+        return _timed_with(slot.view(0, nbytes), fd, offset, make_engine)
+    finally:
+        slot.release()
+        arena.close()
+
+
+def _timed_with(memory: npt.NDArray[np.uint8], fd: int, offset: int, make_engine: EngineFactory) -> Rates:
+    nbytes = memory.nbytes
     segment: Int64Array = np.array([[0, offset, address_of(memory), nbytes]], np.int64)
     engine = make_engine([fd])
     try:
@@ -79,7 +140,7 @@ def _timed(fd: int, offset: int, nbytes: int, make_engine: EngineFactory) -> flo
             reading.append(time.perf_counter() - wrote)
     finally:
         engine.close()
-    return 2 * nbytes / (statistics.median(writing) + statistics.median(reading))
+    return Rates(nbytes / statistics.median(reading), nbytes / statistics.median(writing))
 
 
 def _is_new_file(fd: int) -> bool:

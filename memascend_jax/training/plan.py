@@ -159,7 +159,10 @@ class RunPlan:
             f"{format_bytes(self.memory.total_bytes)} planned, "
             f"{format_bytes(self.memory.budget_bytes)} allowed",
         )
-        return [*disk, *host, total]
+        device = [(consumer.what, "device", format_bytes(consumer.nbytes)) for consumer in self.memory.apart]
+        if device:
+            device.append(("device memory in all", "device", format_bytes(self.memory.apart_bytes)))
+        return [*disk, *device, *host, total]
 
     def to_json(self) -> dict[str, Any]:
         """Returns the plan as plain values, for ``plan.json``."""
@@ -174,6 +177,7 @@ class RunPlan:
             "budget_host_bytes": self.memory.budget_bytes,
             "arena_bytes": self.arena_bytes,
             "consumers": [asdict(consumer) for consumer in self.memory.consumers],
+            "device_consumers": [asdict(consumer) for consumer in self.memory.apart],
             "size_classes": {name: asdict(size) for name, size in self.size_classes.items()},
             "disk_bytes": self.disk_bytes,
             "ssd_read_bytes_per_step": self.ssd_read_bytes_per_step,
@@ -190,6 +194,7 @@ def plan_run(
     durability: str,
     budget_bytes: int,
     spend: bool = False,
+    device_is_host: bool = True,
     disk_free_bytes: int | None = None,
     choices: Sequence[Depths] = CHOICES,
 ) -> RunPlan:
@@ -201,6 +206,7 @@ def plan_run(
         budget_bytes: host memory for the whole process.
         spend: use what is left of the budget to keep gradients, parameters and state in memory, in this order: by the
             SSD traffic that a byte of memory saves.
+        device_is_host: what the device holds is host memory, as on a CPU; else it has memory of its own, unbounded.
         disk_free_bytes: free space where the store goes; None: unknown, not checked here.
 
     Raises:
@@ -211,7 +217,12 @@ def plan_run(
     candidates: list[tuple[ModelLayout, Depths]] = []
 
     def memory_of(candidate: tuple[ModelLayout, Depths], workload: Workload) -> MemoryPlan:
-        return MemoryPlan(tuple(_consumers(*candidate, workload, on_ssd)), budget_bytes)
+        consumers = tuple(_consumers(*candidate, workload, on_ssd))
+        if device_is_host:
+            return MemoryPlan(consumers, budget_bytes)
+        host = tuple(consumer for consumer in consumers if consumer.category != "device")
+        device = (_stage_parameters(*candidate), *(c for c in consumers if c.category == "device"))
+        return MemoryPlan(host, budget_bytes, device)
 
     def memory_plans() -> Iterator[MemoryPlan]:
         least = least_tile_elements(parameter_count(config))
@@ -433,6 +444,13 @@ def _consumers(layout: ModelLayout, depths: Depths, workload: Workload, on_ssd: 
         total = sum(size.nbytes * size.count for size in classes.values())
         yield Consumer("arena", "parameters, state and gradients", total, "placement memory")
     yield from _device_consumers(layout, workload)
+
+
+def _stage_parameters(layout: ModelLayout, depths: Depths) -> Consumer:
+    """The parameters that a device with memory of its own holds: those of the stages being computed and copied."""
+    stages = min(depths.prefetch_depth + 1, layout.n_layers)
+    nbytes = stages * _stage_bytes(layout, LAYER) + 2 * _stage_bytes(layout, HEAD)
+    return Consumer("device", "stage parameters", nbytes, f"{stages} layers, 2 head tiles")
 
 
 def _device_consumers(layout: ModelLayout, workload: Workload) -> Iterator[Consumer]:

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long a step will take: in each phase the longer of computing and I/O, for they run beside each other. Pure.
+
+    t = Σ over phases of max(c, r / R + w / W)
+
+with c the seconds of computing, r and w the bytes read and written, R and W the SSDs' bandwidths: a disk that reads and
+writes at once shares its time between the two. What the optimizer computes on the processor is added to what the device
+computes. The flush of a commit and copies to a device are not in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from memascend_jax.models.shapes import layer_shapes
+from memascend_jax.training.plan import RunPlan, Workload
+from memascend_jax.training.step_traffic import BACKWARD, FORWARD
+
+#: Parameters per second of the fused AdamW on two cores of an EPYC, measured: docs/experiment_log.md.
+UPDATE_RATE = 2.0e9
+#: A backward recomputes the forward and multiplies twice as much itself.
+_BACKWARD_FACTOR = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """What a machine does, sustained: bytes per second of all SSDs together, operations per second of the device.
+
+    ``flops`` None: not known, so that only the I/O is predicted.
+    """
+
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    flops: float | None = None
+    update_rate: float = UPDATE_RATE
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseTime:
+    """One phase of a step; ``compute_s`` None when the device's speed is not known."""
+
+    phase: str
+    compute_s: float | None
+    io_s: float
+    read_bytes: int
+    write_bytes: int
+
+    @property
+    def seconds(self) -> float:
+        """The longer of the two."""
+        return max(self.compute_s or 0.0, self.io_s)
+
+    @property
+    def bound_by(self) -> str:
+        """``SSD`` or ``compute``; ``SSD at least`` when the computing is not known."""
+        if self.compute_s is None:
+            return "SSD at least"
+        return "SSD" if self.io_s > self.compute_s else "compute"
+
+
+def predict_step(
+    plan: RunPlan, workload: Workload, speeds: Speeds, *, idle_elements: int = 0
+) -> list[PhaseTime]:
+    """Returns the time of each phase of a step in the middle of a run.
+
+    Args:
+        idle_elements: parameters of the layers that a token does not touch (experts it is not sent to).
+    """
+    flops = step_flops(plan, workload, idle_elements=idle_elements)
+    update_s = plan.layout.n_parameters / speeds.update_rate
+    return [
+        PhaseTime(
+            phase,
+            None
+            if speeds.flops is None
+            else flops[phase] / speeds.flops + (update_s if phase == FORWARD else 0),
+            read / speeds.read_bytes_per_s + write / speeds.write_bytes_per_s,
+            read,
+            write,
+        )
+        for phase, read, write in _phases(plan)
+    ]
+
+
+def _phases(plan: RunPlan) -> Iterator[tuple[str, int, int]]:
+    moved = {traffic.phase: traffic for traffic in plan.traffic}
+    for phase in (FORWARD, BACKWARD):
+        traffic = moved.get(phase)
+        yield phase, traffic.read_bytes if traffic else 0, traffic.write_bytes if traffic else 0
+
+
+def step_flops(plan: RunPlan, workload: Workload, *, idle_elements: int = 0) -> dict[str, float]:
+    """Returns the floating-point operations of each phase: two for each weight and token, and the attention's.
+
+    A token attends to half of its sequence on average. The head's logits are computed in the forward, and again in
+    the backward for their gradients.
+    """
+    config, tokens = plan.layout.config, workload.step_tokens
+    weights = sum(prod(shape) for shape in layer_shapes(config).values() if len(shape) > 1)
+    layers = 2.0 * (weights * config.num_hidden_layers - idle_elements)
+    width = config.num_attention_heads * config.head_dim
+    attention = 2.0 * workload.seq_len * width * config.num_hidden_layers
+    head = 2.0 * config.vocab_size * config.hidden_size
+    return {
+        FORWARD: tokens * (layers + attention + head),
+        BACKWARD: tokens * _BACKWARD_FACTOR * (layers + attention + head),
+    }
+
+
+def bottleneck(phases: list[PhaseTime]) -> str:
+    """Returns what the step waits for most, in words with its share of the step."""
+    total = sum(phase.seconds for phase in phases)
+    if not total:
+        return "nothing"
+    waits: dict[str, float] = {}
+    for phase in phases:
+        waits[phase.bound_by] = waits.get(phase.bound_by, 0.0) + phase.seconds
+    name = max(waits, key=lambda key: waits[key])
+    longest = max((phase for phase in phases if phase.bound_by == name), key=lambda phase: phase.seconds)
+    return f"{name}, for {waits[name] / total:.0%} of the step, most of it in the {longest.phase}"
