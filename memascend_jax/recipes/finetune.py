@@ -32,7 +32,7 @@ from memascend_jax.recipes.run_folder import RunFolder
 from memascend_jax.recipes.run_store import find_run, open_store
 from memascend_jax.recipes.run_summary import summarise
 from memascend_jax.recipes.session import Session, open_arena, open_session
-from memascend_jax.recipes.store_place import check_places, check_room
+from memascend_jax.recipes.store_place import check_places
 from memascend_jax.training.generate import generate_greedy
 from memascend_jax.training.initialise import initialise_state
 from memascend_jax.training.loop import StepData, Trainer, evaluate
@@ -105,19 +105,16 @@ def _load(config: Config, stack: ExitStack) -> Run:
     """Reads shapes, tokenizer and data, finds an earlier run, and plans; reads no weights and writes nothing."""
     screen = stack.enter_context(Screen())
     found, folder = find_run(config), RunFolder(config)
-    on_disk = config.offload.placement != "memory"
     if found is None:
         folder.check_writable()
         folder.check_is_free()
-        if on_disk:
+        if config.offload.placement != "memory":
             check_places(config)
     model = open_model(config)
     stack.callback(model.close)
     data = open_data(config, model)
     tile_elements = found.state.tile_elements if found else None
     plan = plan_config(config, model.config, n_examples=data.sequences, tile_elements=tile_elements)
-    if found is None and on_disk:
-        check_room(config, plan)
     state = found.state if found else RunState(0, to_dict(config), plan.depths.tile_elements)
     return Run(
         config, folder, screen, model, data, plan, _total_steps(config, data), state, found is not None

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-import shutil
+import os
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,8 @@ from memascend_jax.memory.meter import available_memory_bytes
 from memascend_jax.models.shapes import LlamaConfig
 from memascend_jax.optim.state_format import StateFormat, state_format
 from memascend_jax.recipes.inputs import open_data, open_model
+from memascend_jax.recipes.run_folder import nearest_existing
+from memascend_jax.storage.device import block_device_bytes, resolve_paths
 from memascend_jax.training.plan import CHOICES, RunPlan, Workload, plan_run
 from memascend_jax.units import format_bytes
 
@@ -77,19 +80,22 @@ def _budget(config: Config) -> int:
 
 
 def disk_free_bytes(paths: Sequence[Path]) -> int | None:
-    """Returns how large a new store at ``paths`` could be, or None when one is a device or exists.
+    """Returns how large a store at ``paths`` could be, or None when nothing is known of any of them.
 
-    Members hold equal shares, so the fullest disk decides.
+    Members hold equal shares, so the fullest disk or shortest device decides. What a file holds already is counted as
+    free: it is replaced, or it is this very store.
     """
-    free = [_member_free_bytes(path) for path in paths]
-    known = [nbytes for nbytes in free if nbytes is not None]
-    return min(known) * len(known) if len(known) == len(free) else None
-
-
-def _member_free_bytes(path: Path) -> int | None:
-    folder = path.expanduser().absolute()
-    if folder.is_block_device() or (folder.exists() and not folder.is_dir()):
-        return None
-    while not folder.is_dir():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
+    members = [Path(path) for path in resolve_paths(paths)]
+    shares, disks = [], defaultdict(list)
+    for path in members:
+        size = block_device_bytes(str(path))
+        if size is not None:
+            shares.append(size)
+        else:
+            disks[nearest_existing(path).stat().st_dev].append(path)
+    for together in disks.values():
+        space = os.statvfs(nearest_existing(together[0]))
+        held = sum(path.stat().st_blocks * 512 for path in together if path.exists())
+        if space.f_blocks:  # Those that hold no data, such as /proc, have none.
+            shares.append((space.f_bavail * space.f_frsize + held) // len(together))
+    return min(shares) * len(members) if shares else None

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import errno
 import os
-from collections import defaultdict
 from pathlib import Path
 
 from memascend_jax.config import Config, store_paths
-from memascend_jax.errors import BudgetError, StoreError
+from memascend_jax.errors import StoreError
 from memascend_jax.recipes.run_folder import nearest_existing
 from memascend_jax.storage import filesystem
-from memascend_jax.storage.device import block_device_bytes, existing_contents, open_member, resolve_paths
-from memascend_jax.training.plan import RunPlan
-from memascend_jax.units import format_bytes
+from memascend_jax.storage.device import existing_contents, open_member, resolve_paths
 
 
 def check_places(config: Config) -> None:
@@ -27,38 +24,11 @@ def check_places(config: Config) -> None:
         StoreError: a path holds something else, is in use, is not on a disk, cannot be written, or lies in a folder
             that is not there.
     """
-    for path in _members(config):
+    for path in map(Path, resolve_paths(store_paths(config))):
         if path.exists():
             _check_present(path, config)
         else:
             _check_absent(path, config)
-
-
-def check_room(config: Config, plan: RunPlan) -> None:
-    """Returns when the disks have room for the store of ``plan``.
-
-    Raises:
-        BudgetError: a file system has less free, or a device is shorter, than its members need.
-    """
-    paths = _members(config)
-    share = -(-plan.disk_bytes // len(paths))
-    wanted: dict[int, list[Path]] = defaultdict(list)
-    for path in paths:
-        size = block_device_bytes(str(path))
-        if size is None:
-            wanted[nearest_existing(path).stat().st_dev].append(path)
-        elif size < share:
-            raise _no_room(plan, share, [path], f"the device has {format_bytes(size)}")
-    for together in wanted.values():
-        held = sum(path.stat().st_blocks * 512 for path in together if path.exists())
-        disk = os.statvfs(nearest_existing(together[0]))
-        free = disk.f_bavail * disk.f_frsize + held
-        if share * len(together) > free:
-            raise _no_room(plan, share * len(together), together, f"{format_bytes(free)} are free there")
-
-
-def _members(config: Config) -> list[Path]:
-    return [Path(path) for path in resolve_paths([str(path) for path in store_paths(config)])]
 
 
 def _check_present(path: Path, config: Config) -> None:
@@ -127,13 +97,3 @@ def _lacks_direct_io(folder: Path) -> bool:
     except OSError as error:
         return error.errno == errno.EINVAL
     return False
-
-
-def _no_room(plan: RunPlan, needed: int, paths: list[Path], there: str) -> BudgetError:
-    less = (
-        ", or set offload.durability=checkpoint, which takes about half" if plan.durability == "step" else ""
-    )
-    return BudgetError(
-        f"the store needs {format_bytes(needed)} at {', '.join(map(str, paths))}, but {there}; free space, choose "
-        f"another offload.store{less}"
-    )
