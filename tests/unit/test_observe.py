@@ -299,8 +299,11 @@ def test_defect_keeps_its_traceback() -> None:
 # ---------------------------------------------------------------- Ctrl-C
 
 
-def run_program_with(main: str, interrupts: int) -> subprocess.CompletedProcess[str]:
-    """Runs a program whose ``main`` prints ``ready`` when it may be interrupted, and sends it SIGINT so often."""
+def run_program_with(main: str, interrupts: int | None) -> subprocess.CompletedProcess[str]:
+    """Runs a program whose ``main`` prints ``ready`` when it may be interrupted, and sends it SIGINT so often.
+
+    None: without end, until it is gone.
+    """
     script = f"""
 import atexit, os, sys, time
 from memascend_jax.observe.failure import run_program, say_at_once
@@ -311,9 +314,12 @@ run_program(main)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        for _ in range(interrupts):
+        for _ in range(interrupts or 0):
             process.send_signal(signal.SIGINT)
             time.sleep(0.05)
+        while interrupts is None and process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.001)
         out, errors = process.communicate(timeout=30)
     assert "Traceback" not in errors
     assert "Exception ignored" not in errors
@@ -355,13 +361,13 @@ def test_interrupts_during_the_interpreters_shutdown_change_nothing(status: int)
 @atexit.register
 def close():
     print("ready", flush=True)
-    time.sleep(0.5)
+    time.sleep(0.1)
     print("closed", flush=True)
 
 def main():
     return {status}
 """
-    done = run_program_with(main, 5)
+    done = run_program_with(main, None)
     assert (done.returncode, done.stdout, done.stderr) == (status, "closed\n", "")
 
 
