@@ -32,7 +32,10 @@ class StoreContender:
         self, paths: Sequence[str], sets: Sequence[TensorSet], table_bytes: int, io: IoArguments
     ) -> None:
         self._sets = {tensors.label: tensors for tensors in sets}
-        room = max(sum(round_up(size, 4096) for size in tensors.sizes.values()) for tensors in sets)
+        room = max(
+            ROWS * ROW_BYTES,
+            *(sum(round_up(size, 4096) for size in tensors.sizes.values()) for tensors in sets),
+        )
         self._arena = PinnedArena(2 * round_up(room, 2 * MIB) + DEFAULT_BOUNCE_BYTES)
         self._source = self._arena.allocate(room, "source")
         self._target = self._arena.allocate(room, "target")
@@ -48,7 +51,7 @@ class StoreContender:
         self.store = TensorStore.create(self._paths, specs=specs, scratch_bytes=scratch_bytes, **arguments)
         self._scratch = self.store.scratch("roof", scratch_bytes)
         self._rng = np.random.default_rng(2)
-        self._rows_out = np.empty((ROWS, ROW_BYTES), np.uint8)
+        self._rows_out = self._target.view(0, ROWS * ROW_BYTES).reshape(ROWS, ROW_BYTES)
 
     @property
     def scratch(self) -> Scratch:

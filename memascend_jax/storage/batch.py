@@ -41,8 +41,8 @@ class Requests:
     def __init__(self) -> None:
         self.reads: list[tuple[StoredTensor, Span, int]] = []
         self.writes: list[tuple[StoredTensor, int, int]] = []
-        #: (tensor, sorted numbers of checksum units or blocks, where the first of them goes).
-        self.unit_reads: list[tuple[StoredTensor, Int64Array, int]] = []
+        #: (tensor, sorted numbers of checksum units or blocks, where each of them goes).
+        self.unit_reads: list[tuple[StoredTensor, Int64Array, Int64Array]] = []
         self.scratch_reads: list[tuple[Scratch, int, int, int]] = []
         self.scratch_writes: list[tuple[Scratch, int, int, int]] = []
 

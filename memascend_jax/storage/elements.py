@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -39,6 +41,11 @@ def write_elements(
         )
     if len(values) == 0 and layout.elements > 0:
         return
+    if layout.unit_bytes > bounce.half_bytes:
+        raise StoreError(
+            f"cannot write tensor '{tensor.name}', whose checksums are of {layout.unit_bytes:,} bytes, through "
+            f"{bounce.half_bytes:,} bytes of bounce memory; open the store with more bounce_bytes"
+        )
     tiles = max(-(-end // tile_elements), first + 1) - first
     raw = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
     disk_bytes = tensor.layout.disk_span(first)[2]
@@ -122,7 +129,7 @@ def _write_pieces(
     """Writes ``raw`` from ``store_address`` on and returns its checksums."""
     layout = tensor.layout
     unit = layout.unit_bytes or layout.block_bytes
-    piece_bytes = max(bounce.half_bytes // unit, 1) * unit
+    piece_bytes = bounce.half_bytes // unit * unit
     in_flight: list[EngineTicket | None] = [None, None]
     running = 0
     parts: list[npt.NDArray[np.uint32]] = []
@@ -146,5 +153,14 @@ def _write_pieces(
             if ticket is not None:
                 ticket.wait()
     except OSError as error:
+        _let_end(in_flight)
         raise io.explained([tensor.name], "write", error) from error
     return np.concatenate(parts) if layout.unit_bytes else np.array([running], np.uint32)
+
+
+def _let_end(tickets: Iterable[EngineTicket | None]) -> None:
+    """Waits for what a failure has left on its way: it would still be writing when the tile is written again."""
+    for ticket in tickets:
+        if ticket is not None:
+            with suppress(OSError):
+                ticket.wait()

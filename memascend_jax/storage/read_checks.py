@@ -14,12 +14,12 @@ from memascend_jax.storage.checksum import crc32c_many, unit_pieces
 from memascend_jax.storage.layout import Int64Array
 from memascend_jax.storage.tile_table import StoredTensor
 
-#: (tensor, address, nbytes, checksums of its units).
-Check = tuple[StoredTensor, int, int, npt.NDArray[np.uint32]]
+#: (tensor, where each piece lies, its bytes, its checksum).
+Check = tuple[StoredTensor, Int64Array, Int64Array, npt.NDArray[np.uint32]]
 
 
 def expected_checksums(tensor: StoredTensor, span: Span, address: int) -> list[Check]:
-    """Returns (tensor, address, nbytes, checksums) for each checksum unit or tile that ``span`` holds whole."""
+    """Returns what the memory of each checksum unit or tile that ``span`` holds whole must be."""
     layout = tensor.layout
     end = min(span.offset + span.nbytes, layout.nbytes)
     if layout.unit_bytes:
@@ -29,24 +29,26 @@ def expected_checksums(tensor: StoredTensor, span: Span, address: int) -> list[C
             return []
         begin = first * layout.unit_bytes
         stop = min(last * layout.unit_bytes, layout.nbytes)
-        return [(tensor, address + begin - span.offset, stop - begin, tensor.checksums[first:last].copy())]
-    checks = []
+        pieces = unit_pieces(address + begin - span.offset, stop - begin, layout.unit_bytes)
+        return [(tensor, *pieces, tensor.checksums[first:last].copy())]
+    whole = []
     for tile in range(span.first_tile, span.end_tile):
-        begin, nbytes, _ = tensor.layout.disk_span(tile)
-        if span.offset <= begin and begin + nbytes <= end:
-            expected = tensor.checksums[tile : tile + 1].copy()
-            checks.append((tensor, address + begin - span.offset, nbytes, expected))
-    return checks
+        begin, nbytes, _ = layout.disk_span(tile)
+        if nbytes and span.offset <= begin and begin + nbytes <= end:
+            whole.append((tile, address + begin - span.offset, nbytes))
+    if not whole:
+        return []
+    tiles, addresses, lengths = np.array(whole, np.int64).T.copy()
+    return [(tensor, addresses, lengths, tensor.checksums[tiles])]
 
 
-def expected_unit_checksums(tensor: StoredTensor, units: Int64Array, address: int) -> list[Check]:
+def expected_unit_checksums(tensor: StoredTensor, units: Int64Array, addresses: Int64Array) -> list[Check]:
     """Returns what the memory of scattered ``units`` must hold; nothing for a tensor without row access."""
     layout = tensor.layout
-    if not layout.unit_bytes or len(units) == 0:
+    if not layout.unit_bytes:
         return []
-    last = min(layout.unit_bytes, layout.nbytes - int(units[-1]) * layout.unit_bytes)
-    nbytes = (len(units) - 1) * layout.unit_bytes + last
-    return [(tensor, address, nbytes, tensor.checksums[units])]
+    lengths = np.minimum(layout.unit_bytes, layout.nbytes - units * layout.unit_bytes)
+    return [(tensor, addresses, lengths, tensor.checksums[units])]
 
 
 def tiles_of(tensor: StoredTensor, units: Int64Array) -> Int64Array:
@@ -57,9 +59,8 @@ def tiles_of(tensor: StoredTensor, units: Int64Array) -> Int64Array:
 
 def mismatch(checks: Iterable[Check], path: str) -> StoreError | None:
     """Returns the error when memory does not have the checksums of ``checks``, else None."""
-    for tensor, address, nbytes, expected in checks:
-        pieces = unit_pieces(address, nbytes, tensor.layout.unit_bytes or max(nbytes, 1))
-        if nbytes and not np.array_equal(crc32c_many(*pieces), expected):
+    for tensor, addresses, lengths, expected in checks:
+        if not np.array_equal(crc32c_many(addresses, lengths), expected):
             return StoreError(
                 f"tensor '{tensor.name}' in store '{path}' does not match its checksum: the disk returned other "
                 "data than was written; run verify, and restore from a checkpoint"

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scattered rows of a tensor in one call: the blocks that hold them are read once, checked, and copied apart.
+"""Scattered rows of a tensor in one call.
 
 Rows need not be a multiple of the block (a row of 576 bfloat16 is 1,152 bytes), so rows share blocks and lie
-across them; traffic counts whole checksum units, each of which is read once however many rows want it.
+across them; traffic counts whole checksum units, each of which is read once however many rows want it, checked, and
+its rows copied apart. Rows of whole units go straight to where they belong when memory there is aligned.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from memascend_jax.storage.batch import Requests, checked_rows
 from memascend_jax.storage.bounce import Bounce
 from memascend_jax.storage.engine import Int64Array, address_of
 from memascend_jax.storage.ticket import Ticket
-from memascend_jax.storage.tile_io import TileIo
+from memascend_jax.storage.tile_io import MEMORY_ALIGNMENT, TileIo
 from memascend_jax.storage.tile_table import StoredTensor
 from memascend_jax.units import round_up
 
@@ -29,6 +30,8 @@ _LOOP_ROW_BYTES = 512
 #: Into how many parts the bounce memory is cut where a row fits them. While one is copied apart, the others hold
 #: more requests than are in flight: with two, the disk had too few of them at the end of each.
 _PARTS = (8, 4, 2)
+#: Rows that need no copy are checked in pieces of about this much while the disk is busy with the next.
+_DIRECT_BYTES = 4 << 20
 
 
 class _Piece(NamedTuple):
@@ -60,6 +63,23 @@ def read_rows(
     starts = rows[order] * row_bytes
     target = out.reshape(len(rows), -1).view(np.uint8)
     unit = tensor.layout.unit_bytes or tensor.layout.block_bytes
+    if row_bytes % unit == 0 and address_of(target) % MEMORY_ALIGNMENT == 0:
+        _read_in_place(io, tensor, starts, order, target)
+    else:
+        _read_and_copy(io, bounce, tensor, starts, order, target)
+
+
+def _read_and_copy(
+    io: TileIo,
+    bounce: Bounce,
+    tensor: StoredTensor,
+    starts: Int64Array,
+    order: Int64Array,
+    target: npt.NDArray[np.uint8],
+) -> None:
+    """Reads the units of all rows, each once, through bounded memory, and copies the rows to ``target``."""
+    row_bytes = target.shape[1]
+    unit = tensor.layout.unit_bytes or tensor.layout.block_bytes
     with bounce.lock:
         room = round_up(row_bytes, unit) + unit
         if room > bounce.half_bytes:
@@ -74,13 +94,37 @@ def read_rows(
                 if len(waiting) == len(parts):
                     _scatter(waiting.popleft(), starts, order, row_bytes, unit, target)
                 part = parts[turn % len(parts)]
-                waiting.append(_Read(piece, _submit(io, tensor, piece.units, part), part))
+                addresses = address_of(part) + np.arange(len(piece.units)) * unit
+                waiting.append(_Read(piece, _submit(io, tensor, piece.units, addresses, part), part))
             while waiting:
                 _scatter(waiting.popleft(), starts, order, row_bytes, unit, target)
         finally:
             # After a failure, what is still on its way would land in memory that the next caller uses.
             for read in waiting:
                 io.settle(read.ticket)
+
+
+def _read_in_place(
+    io: TileIo, tensor: StoredTensor, starts: Int64Array, order: Int64Array, target: npt.NDArray[np.uint8]
+) -> None:
+    """Reads rows of whole units to their places in ``target``; all are submitted before the first is waited for."""
+    row_bytes = target.shape[1]
+    unit = tensor.layout.unit_bytes or tensor.layout.block_bytes
+    places = address_of(target) + order * row_bytes
+    within = np.arange(row_bytes // unit)
+    per_piece = max(_DIRECT_BYTES // row_bytes, 1)
+    tickets: deque[Ticket] = deque()
+    try:
+        for begin in range(0, len(starts), per_piece):
+            rows = slice(begin, begin + per_piece)
+            units = starts[rows, None] // unit + within
+            addresses = places[rows, None] + within * unit
+            tickets.append(_submit(io, tensor, units.reshape(-1), addresses.reshape(-1), target))
+        while tickets:
+            tickets.popleft().wait()
+    finally:
+        for ticket in tickets:
+            io.settle(ticket)
 
 
 def _pieces(starts: Int64Array, row_bytes: int, unit: int, room: int) -> list[_Piece]:
@@ -107,10 +151,16 @@ def _distinct_units(first: Int64Array, last: Int64Array) -> Int64Array:
     return np.unique(first[source] + step)
 
 
-def _submit(io: TileIo, tensor: StoredTensor, units: Int64Array, memory: npt.NDArray[np.uint8]) -> Ticket:
-    """Starts reading ``units`` to the start of ``memory``, one after the other."""
+def _submit(
+    io: TileIo,
+    tensor: StoredTensor,
+    units: Int64Array,
+    addresses: Int64Array,
+    memory: npt.NDArray[np.uint8],
+) -> Ticket:
+    """Starts reading each of ``units`` to its place in ``memory``."""
     requests = Requests()
-    requests.unit_reads.append((tensor, units, address_of(memory)))
+    requests.unit_reads.append((tensor, units, addresses))
     return io.submit(requests, memory, check=True)
 
 

@@ -446,7 +446,8 @@ class TensorStore:
 
         Args:
             rows_wanted: int64 ``[n]``, indices of the first axis.
-            out: C-contiguous, the tensor's element type, ``n`` rows.
+            out: C-contiguous, the tensor's element type, ``n`` rows. Rows of whole blocks are read without a copy
+                into memory that is aligned to 512 bytes, such as a slot of a ``PinnedArena``.
 
         Raises:
             StoreError: a row out of range, an unfit ``out``, or data that does not match its checksum.

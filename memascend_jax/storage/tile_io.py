@@ -199,8 +199,8 @@ class TileIo:
         for scratch, address, nbytes, offset in requests.scratch_writes:
             scratch.locate(address, nbytes, offset, scratch_extents, needed, writes=True, serial=serial)
         unit_extents = [
-            self._locate_units(tensor, units, address, needed)
-            for tensor, units, address in requests.unit_reads
+            self._locate_units(tensor, units, addresses, needed)
+            for tensor, units, addresses in requests.unit_reads
         ]
         if self._outstanding:
             for tensor, units, _ in requests.unit_reads:
@@ -216,8 +216,8 @@ class TileIo:
         if check:
             for tensor, span, address in requests.reads:
                 ticket.checks += expected_checksums(tensor, span, address)
-            for tensor, units, address in requests.unit_reads:
-                ticket.checks += expected_unit_checksums(tensor, units, address)
+            for tensor, units, addresses in requests.unit_reads:
+                ticket.checks += expected_unit_checksums(tensor, units, addresses)
         earlier_reads = {older for older in earlier_reads if self._matters(older)}
         if earlier_reads:
             self._earlier_reads[serial] = earlier_reads
@@ -285,9 +285,9 @@ class TileIo:
             extents.append((tensor.bases[place] + begin, address + begin - offset, stop - begin))
 
     def _locate_units(
-        self, tensor: StoredTensor, units: Int64Array, address: int, needed: set[int]
+        self, tensor: StoredTensor, units: Int64Array, addresses: Int64Array, needed: set[int]
     ) -> Int64Array:
-        """Returns the extents of scattered units, which go to memory one after the other."""
+        """Returns the extents of scattered units."""
         unit = tensor.layout.unit_bytes or tensor.layout.block_bytes
         tiles = tiles_of(tensor, units)
         places = tensor.place[tiles]
@@ -299,7 +299,7 @@ class TileIo:
             needed.update(np.unique(tensor.last_write[tiles]).tolist())
         extents = np.empty((len(units), 3), np.int64)
         extents[:, 0] = np.array(tensor.bases, np.int64)[places] + units * unit
-        extents[:, 1] = address + np.arange(len(units)) * unit
+        extents[:, 1] = addresses
         extents[:, 2] = np.minimum(unit, tensor.layout.place_bytes - units * unit)
         return extents
 

@@ -61,9 +61,56 @@ def test_rows_in_any_order_and_number(
             list(range(300, -1, -2)),
             rng.integers(0, 301, 1000).tolist(),
         ):
-            out = np.zeros((len(rows), columns), BF16)
-            store.read_rows("e", np.array(rows, np.int64), out)
-            np.testing.assert_array_equal(out, values[rows])
+            nbytes = len(rows) * columns * 2
+            # Aligned memory takes rows of whole blocks without a copy; elsewhere they are copied.
+            for memory in (aligned_buffer(nbytes), aligned_buffer(nbytes + 64)[64:]):
+                out = memory.view(BF16).reshape(len(rows), columns)
+                store.read_rows("e", np.array(rows, np.int64), out)
+                np.testing.assert_array_equal(out, values[rows])
+
+
+def test_rows_of_whole_blocks_go_to_aligned_memory_without_a_copy(place: list[Path]) -> None:
+    values = table(12, 40960)
+    spec = TensorSpec("e", "bfloat16", values.shape, tile_elements=81920, row_access=True)
+    rows = np.array([11, 0, 7, 7])
+    with TensorStore.create(place, specs=[spec], bounce_bytes=1 << 17, **ANY_DISK) as store:
+        for tile in range(store.tiles("e")):
+            start, count = store.tile_span("e", tile)
+            write(store, "e", tile, values.reshape(-1)[start : start + count])
+        nbytes = len(rows) * 81920
+        # A row and a block are more than half of the memory for copies.
+        with pytest.raises(StoreError, match="checksums are of 81,920 bytes, through 65,536 bytes of bounce"):
+            store.write_elements("e", 0, values.reshape(-1))
+        with pytest.raises(StoreError, match="through 65,536 bytes of bounce memory"):
+            store.read_rows("e", rows, aligned_buffer(nbytes + 64)[64:].view(BF16).reshape(4, 40960))
+        out = aligned_buffer(nbytes).view(BF16).reshape(4, 40960)
+        before = store.counters().read_bytes
+        store.read_rows("e", rows, out)
+        np.testing.assert_array_equal(out, values[rows])
+        assert store.counters().read_bytes - before == nbytes
+
+
+def test_rows_read_in_place_are_checked(tmp_path: Path) -> None:
+    values = table(2000, 4096)
+    spec = TensorSpec("e", "bfloat16", values.shape, tile_elements=1 << 20, row_access=True)
+    arguments = backend_arguments("io_uring")
+    with TensorStore.create(tmp_path / "a", specs=[spec], **arguments) as store:
+        store.write_elements("e", 0, values.reshape(-1))
+        store.commit()
+        path, offset = store._volume.locate(store._table.tensors["e"].bases[0] + 700 * 8192 + 4096)
+    with Path(path).open("r+b") as file:
+        file.seek(offset + 5)
+        byte = file.read(1)[0]
+        file.seek(offset + 5)
+        file.write(bytes([byte ^ 1]))
+    with TensorStore.open(tmp_path / "a", **arguments) as store:
+        # In the second of three pieces that are on their way at once.
+        out = aligned_buffer(1600 * 8192).view(BF16).reshape(1600, 4096)
+        with pytest.raises(StoreError, match=r"'e' .* does not match its checksum"):
+            store.read_rows("e", np.arange(1600), out)
+        rows = np.delete(np.arange(1600), 700)
+        store.read_rows("e", rows, out[:1599])
+        np.testing.assert_array_equal(out[:1599], values[rows])
 
 
 def test_each_block_is_read_once_however_many_rows_want_it(place: list[Path]) -> None:
