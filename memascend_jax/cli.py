@@ -47,12 +47,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"memascend-jax {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    plan = _command(
-        commands, "plan", _plan, "where every byte of a run would live; reads no weights, writes nothing"
-    )
-    from memascend_jax.recipes.llama_finetune import add_config_arguments
+    from memascend_jax.plan_command import add_plan_command
 
-    add_config_arguments(plan)
+    add_plan_command(commands, _command)
     from memascend_jax.store_commands import add_store_commands
 
     add_store_commands(commands, _command)
@@ -73,22 +70,6 @@ def _command(commands: Any, name: str, run: Command, text: str) -> argparse.Argu
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.set_defaults(command=run)
     return parser
-
-
-def _plan(options: argparse.Namespace) -> int:
-    from memascend_jax.config import load_config
-
-    config = load_config(options.config, options.overrides)
-    from memascend_jax.recipes.planning import plan_from_config
-
-    plan = plan_from_config(config)
-    if options.json:
-        print_json(plan.to_json())
-    else:
-        from memascend_jax.observe.screen import plan_table
-
-        print_tables(plan_table(plan.rows()))
-    return 0
 
 
 def _export(options: argparse.Namespace) -> int:

@@ -27,6 +27,11 @@ _SCALE = {
 }
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*")
 
+_QUANTITY = re.compile(
+    r"((?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z]*?)(?:/s|FLOPS?|FLOP/s)?"
+)
+_DECIMAL = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
+
 
 def parse_bytes(text: str | int) -> int:
     """Returns the bytes that ``text`` stands for: ``"1.2GiB"``, ``"800 MB"``, ``"4G"`` (binary), ``4096``.
@@ -42,6 +47,22 @@ def parse_bytes(text: str | int) -> int:
     if match is None or match.group(2).upper() not in _SCALE:
         raise ValueError(f"expected a size such as 1.2GiB, 800MB or 4096, got {text!r}")
     return round(float(match.group(1)) * _SCALE[match.group(2).upper()])
+
+
+def parse_quantity(text: str) -> float:
+    """Returns the number that ``text`` stands for: ``"7GB/s"``, ``"2 GiB/s"``, ``"1e12"``, ``"150T"``, ``"8 GFLOPS"``.
+
+    Single letters are decimal here: 150T is 150e12.
+
+    Raises:
+        ValueError: ``text`` is not a positive number with a known unit.
+    """
+    match = _QUANTITY.fullmatch(text.strip())
+    unit = match.group(2).upper() if match else ""
+    scale = _DECIMAL.get(unit, _SCALE.get(unit))
+    if match is None or scale is None or not float(match.group(1)) > 0:
+        raise ValueError(f"expected a positive number such as 7GB/s, 150e12 or 150T, got {text!r}")
+    return float(match.group(1)) * scale
 
 
 def format_bytes(count: float) -> str:

@@ -21,23 +21,32 @@ from memascend_jax.training.plan import CHOICES, RunPlan, Workload, plan_run
 from memascend_jax.units import format_bytes
 
 
-def plan_from_config(config: Config) -> RunPlan:
+def plan_from_config(config: Config, *, device_is_host: bool = True) -> RunPlan:
     """Returns the plan of a new run that ``config`` describes; reads the data, of the model only its shape."""
     model = open_model(config)
     try:
-        return plan_config(config, model.config, n_examples=open_data(config, model).sequences)
+        n_examples = open_data(config, model).sequences
+        return plan_config(config, model.config, n_examples=n_examples, device_is_host=device_is_host)
     finally:
         model.close()
 
 
 def plan_config(
-    config: Config, shape: LlamaConfig, *, n_examples: int, tile_elements: int | None = None
+    config: Config,
+    shape: LlamaConfig,
+    *,
+    n_examples: int,
+    tile_elements: int | None = None,
+    this_machine: bool = True,
+    device_is_host: bool = True,
 ) -> RunPlan:
     """Returns the plan for a model of ``shape``.
 
     Args:
         n_examples: sequences held in memory.
         tile_elements: tile size of the store that a resumed run goes on with; None: free.
+        this_machine: budget and store must fit here; else the plan is for a machine that has them.
+        device_is_host: as for ``plan_run``.
 
     Raises:
         BudgetError: the run does not fit the memory it was given.
@@ -46,19 +55,23 @@ def plan_config(
     return plan_run(
         shape,
         state_format_of(config),
-        Workload(
-            config.train.micro_batch_size,
-            config.train.gradient_accumulation_steps,
-            config.data.seq_len,
-            n_examples,
-        ),
+        workload_of(config, n_examples),
         placement="memory" if config.offload.placement == "memory" else "ssd",
         durability=config.offload.durability,
-        budget_bytes=_budget(config),
+        budget_bytes=_budget(config, this_machine),
         # Without a budget the run takes what makes it fast, and leaves the rest of the machine alone.
         spend=config.offload.host_memory is not None,
-        disk_free_bytes=disk_free_bytes(store_paths(config)),
+        device_is_host=device_is_host,
+        disk_free_bytes=disk_free_bytes(store_paths(config)) if this_machine else None,
         choices=choices,
+    )
+
+
+def workload_of(config: Config, n_examples: int = 0) -> Workload:
+    """Returns what a step of the run computes on."""
+    train = config.train
+    return Workload(
+        train.micro_batch_size, train.gradient_accumulation_steps, config.data.seq_len, n_examples
     )
 
 
@@ -68,10 +81,10 @@ def state_format_of(config: Config) -> StateFormat:
     return state_format(config.optimizer.state_format, "bfloat16" if compute == "auto" else compute)
 
 
-def _budget(config: Config) -> int:
+def _budget(config: Config, this_machine: bool) -> int:
     available = available_memory_bytes()
     asked = config.offload.host_memory
-    if asked is not None and asked > available:
+    if this_machine and asked is not None and asked > available:
         raise BudgetError(
             f"offload.host_memory is {format_bytes(asked)}, but only {format_bytes(available)} are available on "
             "this machine or in its memory cgroup; lower it, or free memory"

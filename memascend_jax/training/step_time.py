@@ -10,7 +10,7 @@ computes. The flush of a commit and copies to a device are not in it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -109,7 +109,7 @@ def step_flops(plan: RunPlan, workload: Workload, *, idle_elements: int = 0) -> 
     }
 
 
-def bottleneck(phases: list[PhaseTime]) -> str:
+def bottleneck(phases: Sequence[PhaseTime]) -> str:
     """Returns what the step waits for most, in words with its share of the step."""
     total = sum(phase.seconds for phase in phases)
     if not total:
