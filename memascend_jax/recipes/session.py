@@ -23,6 +23,7 @@ from memascend_jax.training.plan import RunPlan
 from memascend_jax.training.rows_ahead import RowsAhead
 from memascend_jax.training.ssd_placement import SsdPlacement
 from memascend_jax.training.stage_functions import StageFunctions
+from memascend_jax.training.stage_inputs import StageInputs, make_inputs
 from memascend_jax.training.step import TrainStep
 from memascend_jax.training.trace_stages import trace_stages
 from memascend_jax.training.update import Updater, decayed_tensors
@@ -62,7 +63,8 @@ def open_session(
     transfer = make_transfer(jax.local_devices()[0])
     placement = _build_placement(plan, store, pool, transfer, clock)
     rows = RowsAhead(placement)
-    model = _build_model(plan, placement, clock, rows)
+    inputs = make_inputs(plan.spilled_bytes, store, pool, transfer, clock)
+    model = _build_model(plan, placement, clock, rows, inputs)
     try:
         yield Session(
             placement,
@@ -96,7 +98,9 @@ def _build_placement(
     )
 
 
-def _build_model(plan: RunPlan, placement: Placement, clock: StepClock, rows: RowsAhead) -> StreamedModel:
+def _build_model(
+    plan: RunPlan, placement: Placement, clock: StepClock, rows: RowsAhead, inputs: StageInputs
+) -> StreamedModel:
     fmt = plan.layout.format
     stages = LlamaStages(plan.layout.config, fmt.param_dtype)
     functions = StageFunctions(stages, fmt.grad_dtype)
@@ -108,6 +112,7 @@ def _build_model(plan: RunPlan, placement: Placement, clock: StepClock, rows: Ro
         placement,
         clock,
         rows_ahead=rows,
+        inputs=inputs,
         capacity=plan.capacity,
         prefetch_depth=plan.depths.prefetch_depth,
     )

@@ -27,6 +27,7 @@ from memascend_jax.training.placement import Placement
 from memascend_jax.training.prefetch import Prefetcher
 from memascend_jax.training.rows_ahead import RowsAhead
 from memascend_jax.training.stage_functions import Arrays, StageFunctions
+from memascend_jax.training.stage_inputs import StageInputs
 from memascend_jax.training.stage_schedule import (
     HEAD,
     LAYER,
@@ -60,10 +61,12 @@ class StreamedModel:
         clock: StepClock,
         *,
         rows_ahead: RowsAhead,
+        inputs: StageInputs,
         capacity: dict[str, int],
         prefetch_depth: int,
     ) -> None:
         self.rows_ahead = rows_ahead
+        self._inputs = inputs
         self.layout = layout
         self.functions = functions
         self.placement = placement
@@ -95,14 +98,14 @@ class StreamedModel:
         gradients = StepGradients(self.placement)
         with Prefetcher(self.placement, self._training, self._training_actions) as stages:
             batches, xs = self._embed(micro_batches, rows)
-            inputs: list[list[jax.Array]] = []
             for index in range(self.layout.n_layers):
-                inputs.append(xs)
-                xs = self._layer_forward(stages, index, batches, xs)
+                outputs = self._layer_forward(stages, index, batches, xs)
+                self._inputs.put(xs)
+                xs = outputs
             losses, xs, table_rows = self._head_backward(stages, batches, xs, rows, scale, gradients)
             pending: tuple[int, Arrays, jax.Array] | None = None
             for index in reversed(range(self.layout.n_layers)):
-                xs, rounded, norms = self._layer_backward(stages, index, batches, inputs.pop(), xs)
+                xs, rounded, norms = self._layer_backward(stages, index, batches, xs)
                 # The layer above is put away while this one computes.
                 if pending is not None:
                     self._put_layer(gradients, *pending)
@@ -235,13 +238,12 @@ class StreamedModel:
         stages: Prefetcher,
         index: int,
         batches: list[DeviceBatch],
-        inputs: list[jax.Array],
         dys: list[jax.Array],
     ) -> tuple[list[jax.Array], Arrays, jax.Array]:
         params = stages.use(StageKey(LAYER, index))
         accumulated: Any = None
         dxs: list[jax.Array] = []
-        for number, (batch, x) in enumerate(zip(batches, inputs, strict=True)):
+        for number, (batch, x) in enumerate(zip(batches, self._inputs.take(), strict=True)):
             dx, accumulated = self.functions.layer_backward(
                 params,
                 x,

@@ -21,7 +21,7 @@ from memascend_jax.storage.superblock import Durability
 from memascend_jax.storage.tensor_store import TensorSpec, bytes_needed
 from memascend_jax.training.model_layout import ModelLayout, plan_layout
 from memascend_jax.training.residency import Residency, gradient_offsets, plan_residency, spooled_groups
-from memascend_jax.training.slot_classes import GRADIENTS, SPOOL, UPDATE, memory_classes, part_class
+from memascend_jax.training.slot_classes import GRADIENTS, INPUTS, SPOOL, UPDATE, memory_classes, part_class
 from memascend_jax.training.stage_schedule import HEAD, LAYER, NORM, StageKey
 from memascend_jax.training.step_traffic import PhaseTraffic, step_traffic
 from memascend_jax.units import MIB, format_bytes, round_up
@@ -61,6 +61,7 @@ class Depths:
     """The choices that trade memory for speed, ordered fast to small in ``CHOICES``.
 
     ``gradient_groups`` and ``state_groups`` of the update stay in host memory: what a spare budget is spent on.
+    ``spill_inputs``: the layers' inputs wait for the backward on SSD; tried where the same without it does not fit.
     """
 
     prefetch_depth: int
@@ -71,6 +72,7 @@ class Depths:
     head_tile_bytes: int
     gradient_groups: int = 0
     state_groups: int = 0
+    spill_inputs: bool = False
 
 
 CHOICES = (
@@ -80,6 +82,7 @@ CHOICES = (
     Depths(1, 2, 2, 2, 1 << 17, 2 * MIB),
 )
 SPOOL_SLOTS = 8
+INPUT_SLOTS = 3
 #: Tiles that a model is cut into at most, about; a larger one gets larger tiles, whose slots it does not notice.
 MOST_TILES = 1 << 18
 #: Shorter sequences are no remedy for anything.
@@ -98,6 +101,7 @@ class RunPlan:
     size_classes: dict[str, SizeClass]
     specs: tuple[TensorSpec, ...]
     scratch_bytes: int
+    spilled_bytes: int
     disk_bytes: int
     traffic: tuple[PhaseTraffic, ...]
 
@@ -226,7 +230,7 @@ def plan_run(
 
     def memory_plans() -> Iterator[MemoryPlan]:
         least = least_tile_elements(parameter_count(config))
-        for depths in choices:
+        for depths in _with_spill(choices) if on_ssd else choices:
             depths = replace(depths, tile_elements=max(depths.tile_elements, least))
             candidates.append((_layout(config, fmt, depths), depths))
             yield memory_of(candidates[-1], workload)
@@ -256,6 +260,13 @@ def plan_run(
             )
         )
     return plan
+
+
+def _with_spill(choices: Sequence[Depths]) -> Iterator[Depths]:
+    """Yields each choice, and the same with the layers' inputs on SSD: they are read long after they are written."""
+    for depths in choices:
+        yield depths
+        yield replace(depths, spill_inputs=True)
 
 
 def least_tile_elements(n_parameters: int) -> int:
@@ -343,7 +354,7 @@ def _plan(
     scratch = sum(
         round_up(math.prod(tensor.shape) * itemsize(layout.format.grad_dtype), BLOCK_BYTES)
         for tensor in layout.tensors
-    )
+    ) + _spilled_bytes(layout, depths, workload)
     kept = _durability(durability, bytes_needed(specs, scratch, "step"), disk_free_bytes)
     return RunPlan(
         layout=layout,
@@ -351,16 +362,19 @@ def _plan(
         durability=kept,
         depths=depths,
         memory=memory,
-        size_classes=_size_classes(layout, depths, on_ssd),
+        size_classes=_size_classes(layout, depths, workload, on_ssd),
         specs=specs,
         scratch_bytes=scratch,
+        spilled_bytes=_spilled_bytes(layout, depths, workload) if on_ssd else 0,
         disk_bytes=bytes_needed(specs, scratch, kept) if on_ssd else 0,
         traffic=_traffic(layout, depths, workload) if on_ssd else (),
     )
 
 
-def _size_classes(layout: ModelLayout, depths: Depths, on_ssd: bool) -> dict[str, SizeClass]:
-    return ssd_classes(layout, depths) if on_ssd else memory_classes(layout)
+def _size_classes(
+    layout: ModelLayout, depths: Depths, workload: Workload, on_ssd: bool
+) -> dict[str, SizeClass]:
+    return ssd_classes(layout, depths, workload) if on_ssd else memory_classes(layout)
 
 
 def _durability(wanted: str, step_bytes: int, disk_free_bytes: int | None) -> Durability:
@@ -369,7 +383,18 @@ def _durability(wanted: str, step_bytes: int, disk_free_bytes: int | None) -> Du
     return "step" if wanted == "step" else "checkpoint"
 
 
-def ssd_classes(layout: ModelLayout, depths: Depths) -> dict[str, SizeClass]:
+def _input_bytes(layout: ModelLayout, workload: Workload) -> int:
+    """Bytes of one layer's input of one micro-batch, whole blocks."""
+    values = workload.micro_batch_tokens * layout.config.hidden_size
+    return round_up(values * itemsize(layout.format.param_dtype), BLOCK_BYTES)
+
+
+def _spilled_bytes(layout: ModelLayout, depths: Depths, workload: Workload) -> int:
+    inputs = layout.n_layers * workload.gradient_accumulation_steps * _input_bytes(layout, workload)
+    return inputs if depths.spill_inputs else 0
+
+
+def ssd_classes(layout: ModelLayout, depths: Depths, workload: Workload) -> dict[str, SizeClass]:
     """Returns the pool's size classes for streaming: exact sizes of stage parts, update slots, spool slots."""
     counts: dict[str, SizeClass] = {}
     capacity = _capacity(layout, depths)
@@ -389,6 +414,8 @@ def ssd_classes(layout: ModelLayout, depths: Depths) -> dict[str, SizeClass]:
         )
         counts[GRADIENTS] = SizeClass(largest, len(residency.gradients))
     counts[SPOOL] = SizeClass(spool_slot_bytes(layout, depths), SPOOL_SLOTS)
+    if depths.spill_inputs:
+        counts[INPUTS] = SizeClass(_input_bytes(layout, workload), INPUT_SLOTS)
     return counts
 
 
@@ -405,6 +432,7 @@ def _traffic(layout: ModelLayout, depths: Depths, workload: Workload) -> tuple[P
         _residency(layout, depths),
         depths.prefetch_depth,
         workload.step_tokens,
+        _spilled_bytes(layout, depths, workload),
     )
 
 
@@ -421,7 +449,7 @@ def _capacity(layout: ModelLayout, depths: Depths) -> dict[str, int]:
 
 
 def _consumers(layout: ModelLayout, depths: Depths, workload: Workload, on_ssd: bool) -> Iterator[Consumer]:
-    classes = _size_classes(layout, depths, on_ssd)
+    classes = _size_classes(layout, depths, workload, on_ssd)
     yield Consumer("runtime", "interpreter and libraries", RUNTIME_BYTES, "measured")
     yield Consumer("runtime", "XLA compiler", COMPILER_BYTES, "measured")
     yield Consumer("data", "tokenized examples", workload.n_examples * workload.seq_len * 16)
@@ -434,8 +462,11 @@ def _consumers(layout: ModelLayout, depths: Depths, workload: Workload, on_ssd: 
             (UPDATE, "optimizer tile slots"),
             (GRADIENTS, "gradients kept in memory"),
             (SPOOL, "gradient spool slots"),
+            (INPUTS, "stage input slots"),
         ):
-            size = classes.get(name, SizeClass(0, 0))
+            if name not in classes:
+                continue
+            size = classes[name]
             how = f"{size.count} x {format_bytes(size.nbytes)}"
             yield Consumer("arena", what, size.nbytes * size.count, how)
         yield Consumer("arena", "store copies", BOUNCE_BYTES, "imports, exports, embedding rows")
@@ -443,7 +474,7 @@ def _consumers(layout: ModelLayout, depths: Depths, workload: Workload, on_ssd: 
     else:
         total = sum(size.nbytes * size.count for size in classes.values())
         yield Consumer("arena", "parameters, state and gradients", total, "placement memory")
-    yield from _device_consumers(layout, workload)
+    yield from _device_consumers(layout, depths, workload)
 
 
 def _stage_parameters(layout: ModelLayout, depths: Depths) -> Consumer:
@@ -453,13 +484,14 @@ def _stage_parameters(layout: ModelLayout, depths: Depths) -> Consumer:
     return Consumer("device", "stage parameters", nbytes, f"{stages} layers, 2 head tiles")
 
 
-def _device_consumers(layout: ModelLayout, workload: Workload) -> Iterator[Consumer]:
+def _device_consumers(layout: ModelLayout, depths: Depths, workload: Workload) -> Iterator[Consumer]:
     config, compute = layout.config, itemsize(layout.format.param_dtype)
     grad = itemsize(layout.format.grad_dtype)
     hidden, inner, tokens = config.hidden_size, config.intermediate_size, workload.micro_batch_tokens
     layer = sum(part.n_elements for part in layout.stage_parts[StageKey(LAYER, 0)])
-    inputs = (layout.n_layers + 2) * workload.step_tokens * hidden * compute
-    yield Consumer("device", "stage inputs", inputs, f"{layout.n_layers} layers")
+    held = 0 if depths.spill_inputs else layout.n_layers
+    inputs = (held + 2) * workload.step_tokens * hidden * compute
+    yield Consumer("device", "stage inputs", inputs, f"{held} layers" if held else "the others on SSD")
     # Two layers' gradients exist at once: one leaves while the next is computed.
     yield Consumer("device", "layer gradients", layer * (4 + 2 * grad), "fp32 sums and rounded")
     width = 10 * hidden + 5 * inner

@@ -13,6 +13,7 @@ from memascend_jax.units import round_up
 SPOOL = "spool"
 UPDATE = "update"
 GRADIENTS = "gradients"
+INPUTS = "inputs"
 
 
 def part_class(kind: str, nbytes: int) -> str:

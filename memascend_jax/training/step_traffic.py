@@ -42,6 +42,7 @@ def step_traffic(
     residency: Residency,
     prefetch_depth: int,
     step_tokens: int,
+    spilled_bytes: int = 0,
 ) -> tuple[PhaseTraffic, ...]:
     """Returns the traffic of the forward, with the update of the step before, and of the backward.
 
@@ -50,13 +51,18 @@ def step_traffic(
         residency: update groups that keep their state or gradients in memory.
         prefetch_depth: uses ahead that a stage is read.
         step_tokens: tokens of all micro-batches: the embedding is read by their rows.
+        spilled_bytes: inputs of the layers that wait for the backward on SSD.
     """
     actions = plan_actions(training_sequence(layout.n_layers, layout.n_head_tiles), capacity, prefetch_depth)
     update_read, update_write = _update_bytes(layout, residency)
     gradients = _gradient_bytes(layout, residency)
     return (
-        PhaseTraffic(FORWARD, _row_bytes(layout, step_tokens) + gradients + update_read, update_write),
-        PhaseTraffic(BACKWARD, _reload_bytes(layout, actions), gradients),
+        PhaseTraffic(
+            FORWARD,
+            _row_bytes(layout, step_tokens) + gradients + update_read,
+            update_write + spilled_bytes,
+        ),
+        PhaseTraffic(BACKWARD, _reload_bytes(layout, actions) + spilled_bytes, gradients),
     )
 
 

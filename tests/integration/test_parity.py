@@ -100,12 +100,12 @@ def test_state_on_ssd_and_in_memory_trains_bit_for_bit_the_same(tmp_path, dtype,
 
 
 @pytest.mark.parametrize(
-    ("gradient_groups", "state_groups", "layer_slots"),
-    [(0, 0, 2), (5, 0, 2), (99, 0, 4), (3, 4, 3), (0, 99, 4)],
-    ids=["nothing", "gradients", "gradients and layers", "some of each", "everything"],
+    ("gradient_groups", "state_groups", "layer_slots", "spill_inputs"),
+    [(0, 0, 2, True), (5, 0, 2, False), (99, 0, 4, False), (3, 4, 3, True), (0, 99, 4, False)],
+    ids=["nothing", "gradients", "gradients and layers", "some of each", "everything but inputs"],
 )
 def test_what_stays_in_memory_changes_no_bit(
-    tmp_path, monkeypatch, gradient_groups, state_groups, layer_slots
+    tmp_path, monkeypatch, gradient_groups, state_groups, layer_slots, spill_inputs
 ):
     small = Depths(
         prefetch_depth=1,
@@ -116,6 +116,7 @@ def test_what_stays_in_memory_changes_no_bit(
         head_tile_bytes=1 << 15,
         gradient_groups=gradient_groups,
         state_groups=state_groups,
+        spill_inputs=spill_inputs,
     )
     monkeypatch.setattr(planning, "CHOICES", (small,))
     results = []
