@@ -14,7 +14,6 @@ from memascend_jax.errors import BudgetError
 from memascend_jax.memory.meter import available_memory_bytes
 from memascend_jax.models.shapes import LlamaConfig
 from memascend_jax.optim.state_format import StateFormat, state_format
-from memascend_jax.recipes.inputs import open_data, open_model
 from memascend_jax.recipes.run_folder import nearest_existing
 from memascend_jax.storage.device import block_device_bytes, resolve_paths
 from memascend_jax.training.plan import CHOICES, RunPlan, Workload, plan_run
@@ -23,6 +22,9 @@ from memascend_jax.units import format_bytes
 
 def plan_from_config(config: Config, *, device_is_host: bool = True) -> RunPlan:
     """Returns the plan of a new run that ``config`` describes; reads the data, of the model only its shape."""
+    # Tokenizers and templates: not needed for a model that is only a shape.
+    from memascend_jax.recipes.inputs import open_data, open_model
+
     model = open_model(config)
     try:
         n_examples = open_data(config, model).sequences
