@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from memascend_jax.observe.trace_writer import Event, TraceWriter
 
 if TYPE_CHECKING:
-    from memascend_jax.observe.array_watch import ArrayWatch
+    from memascend_jax.observe.array_watch import ArrayWatch, Awaitable
 
 #: Categories of events: what the reader adds up.
 PHASE, COMPUTE, UPDATE, COPY, WAIT, READ, WRITE = (
@@ -48,7 +48,8 @@ class Recorder:
         self._writer = writer
         self._phase: tuple[str, int] | None = None
         self._watches: list[ArrayWatch] = []
-        #: The computation's watch, once there is one; phases begin and end in its time.
+        self._copies: ArrayWatch | None = None
+        #: The computation's watch, once there is one.
         self.compute: ArrayWatch | None = None
         #: What the thread that drives the step is working on.
         self.stage = ""
@@ -83,11 +84,22 @@ class Recorder:
         now = time.perf_counter_ns()
         self._writer.put(Event("", "", name, now, now, values, False))
 
-    def watch(self, watch: ArrayWatch, *, computes: bool) -> None:
-        """Closes ``watch`` with the recorder; ``computes``: it is the computation's."""
-        self._watches.append(watch)
-        if computes:
-            self.compute = watch
+    def watch_computing(self) -> ArrayWatch:
+        """Returns the watch of what the device computes; phases begin and end in its time from now on."""
+        self.compute = self._new_watch(COMPUTE, "device")
+        return self.compute
+
+    def copied(self, name: str, at_ns: int, result: Awaitable) -> None:
+        """Records a copy to the device that was started at ``at_ns`` and ends with ``result``."""
+        if self._copies is None:
+            self._copies = self._new_watch(COPY, "copy to device")
+        self._copies.dispatched(name, at_ns, [result])
+
+    def _new_watch(self, category: str, track: str) -> ArrayWatch:
+        from memascend_jax.observe.array_watch import ArrayWatch
+
+        self._watches.append(ArrayWatch(self, category, track))
+        return self._watches[-1]
 
     def phase(self, name: str | None) -> None:
         """Begins phase ``name`` (None: none) and ends the one before, once what is dispatched has been computed."""

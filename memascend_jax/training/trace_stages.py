@@ -10,15 +10,14 @@ from typing import Any
 import jax
 
 from memascend_jax.observe.array_watch import ArrayWatch
-from memascend_jax.observe.trace import COMPUTE, Recorder
+from memascend_jax.observe.trace import Recorder
 from memascend_jax.training.stage_functions import StageFunctions
 from memascend_jax.training.stage_schedule import NORM
 
 
 def trace_stages(functions: StageFunctions, recorder: Recorder) -> None:
     """Makes every compiled function of ``functions`` record its calls, named by what it does and its stage."""
-    watch = ArrayWatch(recorder, COMPUTE, "device")
-    recorder.watch(watch, computes=True)
+    watch = recorder.watch_computing()
     for name, function in list(vars(functions).items()):
         if hasattr(function, "lower"):
             setattr(functions, name, _recorded(name, function, watch, recorder))

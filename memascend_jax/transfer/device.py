@@ -7,6 +7,7 @@ of its own, and the way out goes through a host array that is as large as what i
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import jax
@@ -15,6 +16,7 @@ import numpy as np
 from memascend_jax._native import _core
 from memascend_jax.dtypes import to_dtype
 from memascend_jax.memory.lease import Lease
+from memascend_jax.observe import trace
 from memascend_jax.transfer.ranges import checked_nbytes
 
 
@@ -26,8 +28,11 @@ class DeviceTransfer:
 
     def to_device(self, lease: Lease, dtype: str, shape: Sequence[int], offset: int = 0) -> jax.Array:
         """Starts a copy and returns its array; the slot is not lent again before the copy has ended."""
+        began = time.perf_counter_ns()
         array: jax.Array = jax.device_put(lease.view(to_dtype(dtype), shape, offset), self._device)
         lease.defer(_Arrival(array))
+        if trace.current is not None:
+            trace.current.copied(lease.label, began, array)
         return array
 
     def copy_out(

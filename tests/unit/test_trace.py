@@ -17,7 +17,6 @@ import pytest
 
 from memascend_jax.errors import DataError
 from memascend_jax.observe import trace, trace_writer
-from memascend_jax.observe.array_watch import ArrayWatch
 from memascend_jax.observe.overlap import common, merged, phase_overlaps
 from memascend_jax.observe.step_clock import StepClock
 from memascend_jax.observe.trace_file import find_trace, read_events
@@ -219,8 +218,7 @@ class FakeArray:
 def test_computations_run_one_after_the_other_and_phases_end_with_them(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     with trace.recording(path) as recorder:
-        watch = ArrayWatch(recorder, trace.COMPUTE, "device")
-        recorder.watch(watch, computes=True)
+        watch = recorder.watch_computing()
         trace.phase("forward")
         watch.dispatched("one", time.perf_counter_ns(), [FakeArray(0.03)])
         watch.dispatched("two", time.perf_counter_ns(), [FakeArray(0.02, 8), FakeArray(9, 4, deleted=True)])
@@ -237,10 +235,21 @@ def test_computations_run_one_after_the_other_and_phases_end_with_them(tmp_path:
     assert backward["ts"] + backward["dur"] >= three["ts"] + three["dur"]
 
 
+def test_copies_to_the_device_have_a_row_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with trace.recording(path) as recorder:
+        recorder.watch_computing().dispatched("layer", time.perf_counter_ns(), [FakeArray(0.05)])
+        recorder.copied("weight", time.perf_counter_ns(), FakeArray(0.01))
+    (copy,), (computed,) = events_of(path, trace.COPY), events_of(path, trace.COMPUTE)
+    assert copy["name"] == "weight"
+    assert copy["tid"] != computed["tid"]
+    # It did not wait for the computation.
+    assert copy["ts"] + copy["dur"] < computed["ts"] + computed["dur"]
+
+
 def test_results_of_a_device_far_behind_are_not_held(tmp_path: Path) -> None:
     with trace.recording(tmp_path / "trace.json") as recorder:
-        watch = ArrayWatch(recorder, trace.COMPUTE, "device")
-        recorder.watch(watch, computes=True)
+        watch = recorder.watch_computing()
         arrays = [FakeArray(0.2), *(FakeArray(0.0) for _ in range(400))]
         before = [sys.getrefcount(array) for array in arrays]
         for array in arrays:
