@@ -15,8 +15,11 @@ from memascend_jax.units import MIB
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 
-def limit_heap_growth() -> bool:
-    """Makes blocks of 1 MiB and more mappings of their own and keeps one heap; call before threads start.
+def limit_heap_growth(kept_bytes: int = MIB) -> bool:
+    """Makes blocks of ``kept_bytes`` and more mappings of their own and keeps one heap; call before threads start.
+
+    May be called again with a larger value: smaller blocks then stay with the process when they are freed, which spares
+    the kernel from clearing their pages anew.
 
     Returns:
         Whether the C library took the settings.
@@ -24,7 +27,7 @@ def limit_heap_growth() -> bool:
     mallopt = getattr(_libc(), "mallopt", None)
     if mallopt is None:
         return False
-    settings = ((_M_MMAP_THRESHOLD, MIB), (_M_TRIM_THRESHOLD, MIB), (_M_ARENA_MAX, 1))
+    settings = ((_M_MMAP_THRESHOLD, kept_bytes), (_M_TRIM_THRESHOLD, kept_bytes), (_M_ARENA_MAX, 1))
     return all(mallopt(parameter, value) == 1 for parameter, value in settings)
 
 

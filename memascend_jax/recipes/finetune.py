@@ -151,6 +151,7 @@ def _total_steps(config: Config, data: Dataset) -> int:
 
 def _set_up(job: Run, stack: ExitStack) -> tuple[Session, Trainer]:
     """Builds the parts, writes the first generation of a new run, and compiles."""
+    limit_heap_growth(job.plan.depths.heap_bytes)
     cache = _keep_compiled_code(job.folder)
     if job.plan.compiles_apart and not job.resumed:
         job.screen.say("compiling")

@@ -26,10 +26,12 @@ from memascend_jax.training.stage_schedule import HEAD, LAYER, NORM, StageKey
 from memascend_jax.training.step_traffic import PhaseTraffic, step_traffic
 from memascend_jax.units import MIB, format_bytes, round_up
 
-#: Interpreter, jax, flax, optax, tokenizers and the compiler's working memory at its peak, measured: see
-#: "Resident memory of the runtime" in docs/experiment_log.md.
-RUNTIME_BYTES = 300 * MIB
+#: Interpreter, jax, flax, optax, tokenizers and loaded executables; the compiler at its peak. Measured:
+#: "Resident memory of the runtime" and "The plan against the peak" in docs/experiment_log.md.
+RUNTIME_BYTES = 310 * MIB
 COMPILER_BYTES = 110 * MIB
+#: Blocks from this size on are given back to the kernel when they are freed.
+TIGHT_HEAP_BYTES = 1 * MIB
 #: Models from this size on are compiled in a process of their own.
 APART_PARAMETERS = 1 << 25
 #: The store's own memory for copies (imports, exports, embedding rows), from the arena.
@@ -61,6 +63,7 @@ class Depths:
     """The choices that trade memory for speed, ordered fast to small in ``CHOICES``.
 
     ``gradient_groups`` and ``state_groups`` of the update stay in host memory: what a spare budget is spent on.
+    ``heap_bytes``: freed memory of about twice this stays with the C library, which spares the kernel 14 % of a step.
     ``spill_inputs``: the layers' inputs wait for the backward on SSD; tried where the same without it does not fit.
     """
 
@@ -72,10 +75,12 @@ class Depths:
     head_tile_bytes: int
     gradient_groups: int = 0
     state_groups: int = 0
+    heap_bytes: int = TIGHT_HEAP_BYTES
     spill_inputs: bool = False
 
 
 CHOICES = (
+    Depths(2, 4, 3, 6, 1 << 20, 8 * MIB, heap_bytes=32 * MIB),
     Depths(2, 4, 3, 6, 1 << 20, 8 * MIB),
     Depths(2, 4, 2, 4, 1 << 19, 8 * MIB),
     Depths(1, 3, 2, 3, 1 << 18, 4 * MIB),
@@ -127,7 +132,7 @@ class RunPlan:
     @property
     def compiles_apart(self) -> bool:
         """Whether the model is large enough for a compiler process of its own: a small one is not worth its start."""
-        return self.layout.n_parameters >= APART_PARAMETERS
+        return _compiles_apart(self.layout)
 
     @property
     def residency(self) -> Residency:
@@ -260,6 +265,10 @@ def plan_run(
             )
         )
     return plan
+
+
+def _compiles_apart(layout: ModelLayout) -> bool:
+    return layout.n_parameters >= APART_PARAMETERS
 
 
 def _with_spill(choices: Sequence[Depths]) -> Iterator[Depths]:
@@ -451,7 +460,9 @@ def _capacity(layout: ModelLayout, depths: Depths) -> dict[str, int]:
 def _consumers(layout: ModelLayout, depths: Depths, workload: Workload, on_ssd: bool) -> Iterator[Consumer]:
     classes = _size_classes(layout, depths, workload, on_ssd)
     yield Consumer("runtime", "interpreter and libraries", RUNTIME_BYTES, "measured")
-    yield Consumer("runtime", "XLA compiler", COMPILER_BYTES, "measured")
+    if not _compiles_apart(layout):
+        yield Consumer("runtime", "XLA compiler", COMPILER_BYTES, "measured")
+    yield Consumer("runtime", "freed memory not given back", 2 * (depths.heap_bytes - TIGHT_HEAP_BYTES))
     yield Consumer("data", "tokenized examples", workload.n_examples * workload.seq_len * 16)
     if on_ssd:
         for kind, what in ((LAYER, "layer slots"), (HEAD, "head tile slots"), (NORM, "norm slots")):
@@ -488,20 +499,20 @@ def _device_consumers(layout: ModelLayout, depths: Depths, workload: Workload) -
     config, compute = layout.config, itemsize(layout.format.param_dtype)
     grad = itemsize(layout.format.grad_dtype)
     hidden, inner, tokens = config.hidden_size, config.intermediate_size, workload.micro_batch_tokens
-    layer = sum(part.n_elements for part in layout.stage_parts[StageKey(LAYER, 0)])
     held = 0 if depths.spill_inputs else layout.n_layers
     inputs = (held + 2) * workload.step_tokens * hidden * compute
     yield Consumer("device", "stage inputs", inputs, f"{held} layers" if held else "the others on SSD")
-    # Two layers' gradients exist at once: one leaves while the next is computed.
-    yield Consumer("device", "layer gradients", layer * (4 + 2 * grad), "fp32 sums and rounded")
-    width = 10 * hidden + 5 * inner
-    scores = config.num_attention_heads * min(256, workload.seq_len) * workload.seq_len * 3
-    workspace = 4 * (tokens * width + workload.micro_batch_size * scores) + layer * 4
-    yield Consumer("device", "layer workspace", workspace)
+    parts = [part.n_elements for part in layout.stage_parts[StageKey(LAYER, 0)]]
+    # Two layers' rounded gradients exist at once: one leaves while the next is computed. Sums over micro-batches are
+    # in fp32; of the operands of products the largest exist widened.
+    summed = 4 if workload.gradient_accumulation_steps > 1 else 0
+    gradients = sum(parts) * (2 * grad + summed)
+    layer = gradients + 4 * (tokens * (10 * hidden + 5 * inner) + 3 * max(parts))
+    rows = min(2 * workload.step_tokens, config.vocab_size) * hidden
     tile = layout.head_rows * hidden
-    rows = min(workload.step_tokens, config.vocab_size) * hidden
     head = tile * (3 * 4 + grad) + 3 * 8 * MIB + workload.step_tokens * hidden * 8 + rows * 12
-    yield Consumer("device", "head and embedding workspace", head)
+    what = "layer" if layer > head else "head and embedding"
+    yield Consumer("device", f"workspace of the {what}", max(layer, head), "the larger of layer and head")
 
 
 def _options(
