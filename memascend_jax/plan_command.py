@@ -47,7 +47,7 @@ def add_plan_command(commands: Any, add: AddCommand) -> None:
     plan.add_argument(
         "--update-rate",
         metavar="N",
-        help="parameters per second the processor updates, as 2e9; default measured",
+        help="parameters per second the processor updates, as 2e9; default that of two slow cores",
     )
 
 

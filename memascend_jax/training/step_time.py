@@ -18,8 +18,9 @@ from memascend_jax.models.shapes import layer_shapes
 from memascend_jax.training.plan import RunPlan, Workload
 from memascend_jax.training.step_traffic import BACKWARD, FORWARD
 
-#: Parameters per second of the fused AdamW on two cores of an EPYC, measured: docs/experiment_log.md.
-UPDATE_RATE = 2.0e9
+#: Parameters per second of the fused AdamW on two busy cores of an EPYC without AVX-512, measured: see "What watching
+#: costs" in docs/experiment_log.md. ``memascend plan --measure`` finds this machine's.
+UPDATE_RATE = 0.5e9
 #: A backward recomputes the forward and multiplies twice as much itself.
 _BACKWARD_FACTOR = 3.0
 
