@@ -22,9 +22,11 @@ def crc32c_array(array: npt.NDArray[Any], seed: int = 0) -> int:
     return int(_core.crc32c(address_of(array), array.nbytes, seed)) if array.nbytes else seed
 
 
-def crc32c_many(addresses: npt.NDArray[np.int64], nbytes: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
+def crc32c_many(
+    addresses: npt.NDArray[np.int64], nbytes: npt.NDArray[np.int64], one_thread: bool = False
+) -> npt.NDArray[np.uint32]:
     """Returns the CRC32C of each ``nbytes[i]`` bytes at ``addresses[i]``, which must be live memory."""
-    return _core.crc32c_many(addresses, nbytes)
+    return _core.crc32c_many(addresses, nbytes, one_thread)
 
 
 def unit_pieces(

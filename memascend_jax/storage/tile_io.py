@@ -35,6 +35,8 @@ MEMORY_ALIGNMENT = 512
 #: After this many more tickets that nobody waited for, finished ones are looked for.
 _PRUNE_EVERY = 64
 #: Of a large batch this much is given to the disk at a time: the checksums of the next piece are computed meanwhile.
+#: The disk waits for the first piece only, so that one is small.
+_FIRST_PIECE_BYTES = 4 << 20
 _PIECE_BYTES = 16 << 20
 
 Extents = list[tuple[int, int, int]]
@@ -78,7 +80,7 @@ class TileIo:
             # The first piece's checksums are computed before the lock is taken, those of later pieces while the
             # disk is busy with the pieces before.
             pieces = _pieces(requests.writes)
-            first = self._checksums_of(pieces[0]) if pieces else []
+            first = self._checksums_of(pieces[0], self._is_busy()) if pieces else []
             with self.lock:
                 return self._submit(requests, pieces, first, keepalive, check or self._check_reads, urgent)
 
@@ -228,7 +230,9 @@ class TileIo:
         self._start(ticket, scratch_writes, self.volume.submit_write, keepalive)
         begin = 0
         for index, piece in enumerate(pieces):
-            checksums = self._checksums_of(piece) if index else first_checksums
+            checksums = first_checksums
+            if index:
+                checksums = self._checksums_of(piece, disk_is_busy=not ticket.done())
             for (tensor, tile, _), values in zip(piece, checksums, strict=True):
                 tensor.checksums[tensor.tile_units(tile)] = values
             self._start(ticket, writes[begin : begin + len(piece)], self.volume.submit_write, keepalive)
@@ -314,8 +318,18 @@ class TileIo:
             if any((id(tensor), tile) in seen for tile in range(span.first_tile, span.end_tile)):
                 raise StoreError(f"tensor '{tensor.name}' is read and written in one batch; use one for each")
 
-    def _checksums_of(self, writes: Writes) -> list[Checksums]:
-        """Returns the checksums of each write, and zeroes the slots' room behind the last element."""
+    def _is_busy(self) -> bool:
+        """Whether the newest batch that nobody has waited for is still on its way."""
+        with self.lock:
+            newest = next(reversed(self._outstanding.values()), None)
+            return newest is not None and not newest.done()
+
+    def _checksums_of(self, writes: Writes, disk_is_busy: bool) -> list[Checksums]:
+        """Returns the checksums of each write, and zeroes the slots' room behind the last element.
+
+        While the disk has something to do one thread is enough for it: the others would only share the memory's
+        bandwidth, and wait for a core where the computation needs them.
+        """
         addresses: list[int] = []
         lengths: list[int] = []
         counts: list[int] = []
@@ -332,7 +346,9 @@ class TileIo:
                 addresses.append(address)
                 lengths.append(nbytes)
                 counts.append(1)
-        values = crc32c_many(np.array(addresses, np.int64), np.array(lengths, np.int64))
+        values = crc32c_many(
+            np.array(addresses, np.int64), np.array(lengths, np.int64), one_thread=disk_is_busy
+        )
         ends = np.cumsum(counts)
         return [values[end - count : end] for end, count in zip(ends.tolist(), counts, strict=True)]
 
@@ -380,13 +396,13 @@ class TileIo:
 
 
 def _pieces(writes: Writes) -> list[Writes]:
-    """Returns ``writes`` cut into runs of about ``_PIECE_BYTES``, in order."""
+    """Returns ``writes`` cut into runs of about ``_PIECE_BYTES``, in order, the first run shorter."""
     pieces: list[Writes] = []
     room = 0
     for write in writes:
         if room <= 0:
+            room = _PIECE_BYTES if pieces else _FIRST_PIECE_BYTES
             pieces.append([])
-            room = _PIECE_BYTES
         pieces[-1].append(write)
         room -= write[0].layout.disk_span(write[1])[2]
     return pieces

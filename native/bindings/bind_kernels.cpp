@@ -39,7 +39,8 @@ std::uint32_t checksum_of(const py::object& source, std::optional<std::uint64_t>
   return crc;
 }
 
-py::array_t<std::uint32_t> checksums_of(const Column& addresses, const Column& lengths) {
+py::array_t<std::uint32_t> checksums_of(const Column& addresses, const Column& lengths,
+                                        bool one_thread) {
   if (addresses.ndim() != 1 || lengths.ndim() != 1 || addresses.size() != lengths.size())
     throw py::value_error("addresses and nbytes must be one-dimensional and of one length");
   const auto count = static_cast<std::size_t>(addresses.size());
@@ -55,7 +56,7 @@ py::array_t<std::uint32_t> checksums_of(const Column& addresses, const Column& l
   py::array_t<std::uint32_t> out(static_cast<py::ssize_t>(count));
   std::uint32_t* values = out.mutable_data();
   const py::gil_scoped_release without_gil;
-  crc32c_many(data.data(), nbytes.data(), values, count);
+  crc32c_many(data.data(), nbytes.data(), values, count, one_thread);
   return out;
 }
 
@@ -116,7 +117,8 @@ void bind_kernels(py::module_& module) {
       py::arg("seed") = 0,
       "CRC-32C of a buffer, or of nbytes at an address, appended to bytes whose CRC is seed.");
   module.def("crc32c_many", &checksums_of, py::arg("addresses"), py::arg("nbytes"),
-             "CRC-32C of each range, as uint32, on the kernel threads.");
+             py::arg("one_thread") = false,
+             "CRC-32C of each range, as uint32, on the kernel threads or on the caller's alone.");
 
   module.def(
       "copy",

@@ -90,10 +90,10 @@ std::uint32_t crc32c_parallel(const std::byte* data, std::uint64_t nbytes,
 }
 
 void crc32c_many(const std::byte* const* data, const std::uint64_t* nbytes, std::uint32_t* out,
-                 std::uint64_t count) noexcept {
+                 std::uint64_t count, bool one_thread) noexcept {
   auto one = [&](std::uint64_t i) noexcept { out[i] = crc32c(data[i], nbytes[i]); };
   // To wake the other threads costs as much as a few hundred KiB.
-  if (std::accumulate(nbytes, nbytes + count, std::uint64_t{0}) > kParallelChunk)
+  if (!one_thread && std::accumulate(nbytes, nbytes + count, std::uint64_t{0}) > kParallelChunk)
     return kernel_pool().parallel_for(count, one);
   for (std::uint64_t i = 0; i < count; ++i) one(i);
 }

@@ -120,6 +120,16 @@ TEST(threads_change_nothing) {
   kernel_pool().resize(before);
 }
 
+TEST(large_ranges_are_checksummed_by_several_threads_as_by_one) {
+  const auto bytes = random_bytes(std::size_t{3} << 20);
+  const std::vector<const std::byte*> data = {bytes.data() + 1, bytes.data(), bytes.data() + 77};
+  const std::vector<std::uint64_t> lengths = {(std::uint64_t{2} << 20) + 5, 0, 1000000};
+  std::vector<std::uint32_t> out(3);
+  crc32c_many(data.data(), lengths.data(), out.data(), out.size());
+  for (std::size_t i = 0; i < 3; ++i)
+    CHECK_EQUAL(out[i], detail::crc32c_tables(data[i], lengths[i], 0));
+}
+
 TEST(many_ranges_are_checksummed_each) {
   const auto bytes = random_bytes(5000);
   std::vector<const std::byte*> data;
@@ -128,7 +138,9 @@ TEST(many_ranges_are_checksummed_each) {
     data.push_back(bytes.data() + i * 90);
     lengths.push_back(i * 3);
   }
-  std::vector<std::uint32_t> out(50);
-  crc32c_many(data.data(), lengths.data(), out.data(), out.size());
-  for (std::size_t i = 0; i < 50; ++i) CHECK_EQUAL(out[i], slow(data[i], lengths[i]));
+  for (const bool one_thread : {false, true}) {
+    std::vector<std::uint32_t> out(50);
+    crc32c_many(data.data(), lengths.data(), out.data(), out.size(), one_thread);
+    for (std::size_t i = 0; i < 50; ++i) CHECK_EQUAL(out[i], slow(data[i], lengths[i]));
+  }
 }

@@ -131,6 +131,7 @@ def test_write_to_the_other_place_does_not_wait_for_reads(tmp_path: Path) -> Non
 def test_large_batch_is_written_in_pieces_with_the_right_checksums(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(tile_io, "_FIRST_PIECE_BYTES", 4096)
     monkeypatch.setattr(tile_io, "_PIECE_BYTES", 8192)
     bench = Bench(tmp_path, "step")
     memory = slot(np.repeat(np.arange(4, dtype=np.float32), 1024))
@@ -138,10 +139,41 @@ def test_large_batch_is_written_in_pieces_with_the_right_checksums(
     for tile in (3, 0, 1, 2):
         batch.write_tile("w", tile, address_of(memory) + tile * 4096)
     ticket = batch.submit(memory)
-    assert len(ticket.engine_tickets) == 2
+    # One tile, so that the disk soon has something to do, then two, then the one that is left.
+    assert len(ticket.engine_tickets) == 3
     assert ticket.nbytes == 16384
     assert bench.store.get("w")[::1024].tolist() == [0, 1, 2, 3]
     assert bench.store.verify().ok
+
+
+def test_checksums_take_all_threads_only_while_the_disk_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tile_io, "_FIRST_PIECE_BYTES", 4096)
+    monkeypatch.setattr(tile_io, "_PIECE_BYTES", 4096)
+    alone: list[bool] = []
+    real = tile_io.crc32c_many
+
+    def recorded(addresses: np.ndarray, nbytes: np.ndarray, one_thread: bool = False) -> np.ndarray:
+        alone.append(one_thread)
+        return real(addresses, nbytes, one_thread)
+
+    monkeypatch.setattr(tile_io, "crc32c_many", recorded)
+    bench = Bench(tmp_path, "step")
+    memory = slot(np.zeros(4 * 1024, np.float32))
+    alone.clear()
+    batch = bench.store.batch()
+    for tile in (0, 1):
+        batch.write_tile("w", tile, address_of(memory) + tile * 4096)
+    first = batch.submit(memory)
+    # Nothing ends in this engine until it is waited for.
+    batch.write_tile("w", 2, address_of(memory) + 2 * 4096)
+    second = batch.submit(memory)
+    assert alone == [False, True, True]
+    first.wait()
+    second.wait()
+    bench.write(3, 1)
+    assert alone == [False, True, True, False]
 
 
 def test_urgency_reaches_the_engine_with_the_reads_it_is_for(bench: Bench) -> None:

@@ -18,8 +18,8 @@ std::uint32_t crc32c_combine(std::uint32_t a, std::uint32_t b, std::uint64_t b_n
 std::uint32_t crc32c_parallel(const std::byte* data, std::uint64_t nbytes,
                               std::uint32_t seed = 0) noexcept;
 
-// out[i] = crc32c(data[i], nbytes[i]) for `count` ranges, on the kernel threads.
+// out[i] = crc32c(data[i], nbytes[i]) for `count` ranges, on the kernel threads or on one.
 void crc32c_many(const std::byte* const* data, const std::uint64_t* nbytes, std::uint32_t* out,
-                 std::uint64_t count) noexcept;
+                 std::uint64_t count, bool one_thread = false) noexcept;
 
 }  // namespace memascend
