@@ -93,12 +93,13 @@ class TheDisk:
     def tune(self, say: Callable[[str], None], rounds: int = 3) -> None:
         """Tries the settings of every kind in turns and keeps the one with the fastest median of each."""
         for kind in self._kinds:
+            region = self._region
             tried: dict[FioSetting, list[float]] = {
-                setting: [] for setting in fio.settings(self._KINDS[kind], self._region.nbytes)
+                setting: [] for setting in fio.settings(self._KINDS[kind], region.nbytes)
             }
             for _ in range(rounds):
                 for setting, seconds in tried.items():
-                    seconds.append(self._run(kind, setting, self._least(kind)).seconds)
+                    seconds.append(self._run(kind, setting, region, self._least(kind)).seconds)
             medians = {setting: statistics.median(seconds) for setting, seconds in tried.items()}
             best = self._best[kind] = min(medians, key=lambda setting: medians[setting])
             say(f"fio {kind}: of {len(tried)} settings the fastest is {best}")
@@ -110,17 +111,19 @@ class TheDisk:
         return str(self._best[case.kind])
 
     def measure(self, case: Case) -> Sample:
+        setting = self._best[case.kind]
         moved = max(case.nbytes, self._least(case.kind))
-        sample = self._run(case.kind, self._best[case.kind], moved)
+        region = self._region if case.kind == "rows" else self._region.first(case.tensors.nbytes, setting)
+        sample = self._run(case.kind, setting, region, moved)
         scale = case.nbytes / moved
         return Sample(sample.seconds * scale, sample.cpu_s * scale)
 
     def _least(self, kind: Kind) -> int:
         return self._least_row_bytes if kind == "rows" else self._least_bytes
 
-    def _run(self, kind: Kind, setting: FioSetting, nbytes: int) -> Sample:
+    def _run(self, kind: Kind, setting: FioSetting, region: FioRegion, nbytes: int) -> Sample:
         nbytes = round_up(nbytes, setting.block_bytes)
-        sample = fio.run(self._region, self._KINDS[kind], nbytes, setting)
+        sample = fio.run(region, self._KINDS[kind], nbytes, setting)
         if kind in ("write", "mixed"):
             for path in self._region.paths:
                 sync(path)

@@ -47,6 +47,11 @@ class FioRegion:
     offset: int
     nbytes: int
 
+    def first(self, nbytes: int, setting: FioSetting) -> FioRegion:
+        """Returns about ``nbytes`` of it, in whole requests on each path: as much as somebody else uses."""
+        unit = setting.block_bytes * len(self.paths)
+        return FioRegion(self.paths, self.offset, min(max(nbytes // unit, 1) * unit, self.nbytes))
+
 
 def available() -> str:
     """Returns why fio cannot be run here, or an empty text."""
