@@ -20,7 +20,6 @@ UNAVAILABLE: dict[str, frozenset[Any]] = {
     "model.compute_dtype": frozenset({"float16"}),
     "optimizer.state_format": frozenset({"split", "split_bf16", "bf16", "int8"}),
     "offload.placement": frozenset({"host"}),
-    "offload.update": frozenset({"in_backward"}),
 }
 
 

@@ -60,6 +60,7 @@ def plan_config(
         workload_of(config, n_examples),
         placement="memory" if config.offload.placement == "memory" else "ssd",
         durability=config.offload.durability,
+        in_backward=updates_in_backward(config),
         budget_bytes=_budget(config, this_machine),
         # Without a budget the run takes what makes it fast, and leaves the rest of the machine alone.
         spend=config.offload.host_memory is not None,
@@ -75,6 +76,13 @@ def workload_of(config: Config, n_examples: int = 0) -> Workload:
     return Workload(
         train.micro_batch_size, train.gradient_accumulation_steps, config.data.seq_len, n_examples
     )
+
+
+def updates_in_backward(config: Config) -> bool:
+    """Returns whether layers are updated in the backward: by default where nothing needs the whole gradient first."""
+    optimizer, asked = config.optimizer, config.offload.update
+    free = optimizer.clip_norm is None and optimizer.loss_scale is None
+    return free if asked == "plan" else asked == "in_backward"
 
 
 def state_format_of(config: Config) -> StateFormat:

@@ -137,4 +137,4 @@ def _build_step(
         warmup_steps=optimizer.warmup_steps,
         total_steps=total_steps,
     )
-    return TrainStep(model, updater, schedule, optimizer.clip_norm)
+    return TrainStep(model, updater, schedule, optimizer.clip_norm, in_backward=plan.depths.early_update)

@@ -8,7 +8,7 @@ fp32 and leaves it once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,7 +84,10 @@ class StreamedModel:
         self._forward_actions = plan_actions(self._forward, capacity, prefetch_depth)
 
     def loss_and_gradients(
-        self, micro_batches: Sequence[Microbatch], rows: BatchRows
+        self,
+        micro_batches: Sequence[Microbatch],
+        rows: BatchRows,
+        before_backward: Callable[[], None] = lambda: None,
     ) -> tuple[float, StepGradients]:
         """Returns the mean loss over the trained tokens of the step, and its gradients, put away.
 
@@ -92,6 +95,7 @@ class StreamedModel:
 
         Args:
             rows: of these micro-batches; the gradients have a row for each of ``rows.rows``.
+            before_backward: called when the forward is done, before the first gradient is put away.
         """
         n_trained = sum(float(micro_batch.weights.sum()) for micro_batch in micro_batches)
         scale = self.functions.put(np.asarray(1.0 / n_trained, np.float32))
@@ -102,7 +106,9 @@ class StreamedModel:
                 outputs = self._layer_forward(stages, index, batches, xs)
                 self._inputs.put(xs)
                 xs = outputs
-            losses, xs, table_rows = self._head_backward(stages, batches, xs, rows, scale, gradients)
+            losses, xs, table_rows = self._head_backward(
+                stages, batches, xs, rows, scale, gradients, before_backward
+            )
             pending: tuple[int, Arrays, jax.Array] | None = None
             for index in reversed(range(self.layout.n_layers)):
                 xs, rounded, norms = self._layer_backward(stages, index, batches, xs)
@@ -197,6 +203,7 @@ class StreamedModel:
         rows: BatchRows,
         scale: jax.Array,
         gradients: StepGradients,
+        before_backward: Callable[[], None],
     ) -> tuple[list[jax.Array], list[jax.Array], jax.Array | None]:
         functions, layout = self.functions, self.layout
         normed = self._head_norm(stages, xs)
@@ -205,6 +212,7 @@ class StreamedModel:
             functions.head_loss(carry, batch.weights) for carry, batch in zip(carries, batches, strict=True)
         ]
         trace.phase("backward")
+        before_backward()
         dxns = [functions.zeros(xn.shape, "float32") for xn in normed]
         padded_rows = functions.put(rows.padded)
         table_rows = functions.zeros((len(rows.padded), self._hidden), "float32") if layout.tied else None

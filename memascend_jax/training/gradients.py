@@ -37,7 +37,6 @@ class StepGradients:
     placement: Placement
     partials: dict[str, list[Any]] = field(default_factory=dict)
     spooled: set[str] = field(default_factory=set)
-    table: str = ""
     table_gradient: RowGradient | None = None
 
     def put_stage(self, names: dict[str, str], rounded: dict[str, jax.Array], norms: jax.Array) -> None:
@@ -47,6 +46,7 @@ class StepGradients:
         # The gradients are there by now, so reading the norms waits for nothing.
         for local, norm_squared in zip(sorted(rounded), np.asarray(norms), strict=True):
             self.partials.setdefault(names[local], []).append(norm_squared)
+        self.placement.update_early(names.values())
 
     def put(
         self, tensor: str, start: int, rounded: jax.Array, norm_squared: jax.Array, n_elements: int
@@ -62,7 +62,7 @@ class StepGradients:
     def put_rows(self, tensor: str, gradient: RowGradient, norm_squared: Any) -> None:
         """Takes the gradient of the embedding's rows."""
         self.partials.setdefault(tensor, []).append(norm_squared)
-        self.table, self.table_gradient = tensor, gradient
+        self.table_gradient = gradient
 
     def global_norm(self) -> float:
         """Returns the norm over all tensors: fp32 partials added in float64 in name order.

@@ -103,6 +103,7 @@ class Trainer:
             try:
                 result = self._train_step(step, data.of_step(step), data.of_step(step + 1))
             except NonfiniteError:
+                self.placement.cancel_update()
                 self._drain(state.step)
                 raise
             line = self._line(result)

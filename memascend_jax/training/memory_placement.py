@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -59,6 +59,18 @@ class MemoryPlacement:
         with self._clock.span("device_to_host"):
             address = self._leases[gradient_name(tensor)].address + start * size
             self._transfer.copy_out(gradient, address, 0, n_elements * size)
+
+    def begin_early_update(self, apply: Callable[[LoadedGroup], None]) -> None:
+        pass
+
+    def update_early(self, tensors: Collection[str]) -> None:
+        pass
+
+    def cancel_update(self) -> None:
+        pass
+
+    def prepare_update(self) -> None:
+        pass
 
     def begin_update(self, skip_gradient: frozenset[str], apply: Callable[[LoadedGroup], None]) -> None:
         for tensor in skip_gradient:

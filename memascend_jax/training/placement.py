@@ -7,7 +7,7 @@ slots, ``memory_placement`` keeps everything in the arena and is the reference w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -66,6 +66,21 @@ class Placement(Protocol):
 
         Waits for the array to be computed; it may go afterwards.
         """
+
+    def begin_early_update(self, apply: Callable[[LoadedGroup], None]) -> None:
+        """Before the first gradient of a backward: layers are updated as soon as their gradients are there.
+
+        Stages are read as they were until ``begin_update``, which starts the update of the rest.
+        """
+
+    def update_early(self, tensors: Collection[str]) -> None:
+        """Says that the gradients of ``tensors`` are put away, to be updated early if that was begun."""
+
+    def cancel_update(self) -> None:
+        """Gives up an early update, of which nothing may be committed."""
+
+    def prepare_update(self) -> None:
+        """Waits until the state that the next update starts from is whole."""
 
     def begin_update(self, skip_gradient: frozenset[str], apply: Callable[[LoadedGroup], None]) -> None:
         """Starts calling ``apply`` on every update group in forward order, and putting the results back.

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from memascend_jax.models.shapes import EMBED_NAME
 from memascend_jax.optim.state_format import BLOCK_BYTES, itemsize
 from memascend_jax.training.model_layout import ModelLayout, UpdateGroup, UpdatePiece
+from memascend_jax.training.stage_schedule import LAYER, NORM
 from memascend_jax.units import round_up
 
 #: A piece by tensor and tile.
@@ -33,21 +34,41 @@ class Residency:
     gradients: frozenset[int] = field(default=frozenset())
 
 
-def plan_residency(layout: ModelLayout, state_groups: int, gradient_groups: int) -> Residency:
+def plan_residency(
+    layout: ModelLayout, state_groups: int, gradient_groups: int, *, in_backward: bool = False
+) -> Residency:
     """Returns which groups stay when there is room for so many of each; more than there are is all of them."""
     every = range(len(layout.update_groups))
     state = _spread(every, state_groups)
-    spooled = [index for index in spooled_groups(layout) if index not in state]
+    spooled = [index for index in spooled_groups(layout, in_backward=in_backward) if index not in state]
     return Residency(state, _spread(spooled, gradient_groups))
 
 
-def spooled_groups(layout: ModelLayout) -> list[int]:
-    """Returns the groups that have gradients to put away: an untied embedding's are rows and stay in memory anyway."""
+def spooled_groups(layout: ModelLayout, *, in_backward: bool = False) -> list[int]:
+    """Returns the groups that have gradients to put away until the update.
+
+    Not an untied embedding's, which are rows and stay in memory anyway, nor those that are updated in the backward.
+    """
+    early = early_groups(layout) if in_backward else frozenset()
     return [
         index
         for index, group in enumerate(layout.update_groups)
-        if layout.tied or group.pieces[0].tensor != EMBED_NAME
+        if index not in early and (layout.tied or group.pieces[0].tensor != EMBED_NAME)
     ]
+
+
+def early_tensors(layout: ModelLayout) -> frozenset[str]:
+    """Returns the tensors that may be updated in the backward: layers and final norm, whose gradients come whole."""
+    parts = (parts for key, parts in layout.stage_parts.items() if key.kind in (LAYER, NORM))
+    return frozenset(part.tensor for stage in parts for part in stage)
+
+
+def early_groups(layout: ModelLayout) -> frozenset[int]:
+    """Returns the groups of ``early_tensors``."""
+    tensors = early_tensors(layout)
+    return frozenset(
+        index for index, group in enumerate(layout.update_groups) if group.pieces[0].tensor in tensors
+    )
 
 
 def gradient_offsets(layout: ModelLayout, group: UpdateGroup) -> tuple[dict[PieceKey, int], int]:

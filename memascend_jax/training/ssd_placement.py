@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from memascend_jax.storage.tensor_store import Scratch, TensorStore, Ticket
 from memascend_jax.training.host_state import HostState
 from memascend_jax.training.model_layout import PARAMETER, ModelLayout, StagePart, leaf_name
 from memascend_jax.training.placement import LoadedGroup
-from memascend_jax.training.residency import Residency
+from memascend_jax.training.residency import Residency, early_tensors
 from memascend_jax.training.slot_classes import SPOOL, part_class
 from memascend_jax.training.stage_schedule import StageKey
 from memascend_jax.training.update_stream import Reception, UpdateStream, reap
@@ -59,6 +59,8 @@ class SsdPlacement:
         self._clock = clock
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="memascend-update")
         self._updating: Future[None] | None = None
+        #: The update of groups in the backward, while there is one.
+        self._early: Callable[[LoadedGroup], None] | None = None
         self._committing: Future[None] | None = None
         self._spooling: deque[tuple[Ticket, Lease]] = deque()
         self._gradients: Mapping[str, Scratch] = {
@@ -68,6 +70,7 @@ class SsdPlacement:
             for tensor in layout.tensors
         }
         self._host = HostState(layout, pool, residency)
+        self._early_tensors = early_tensors(layout)
         self._update = UpdateStream(
             layout, store, pool, self._gradients, self._host, self._thread, depth=update_depth
         )
@@ -91,7 +94,8 @@ class SsdPlacement:
     def read_rows(self, tensor: str, rows: NDArray[np.int64], leaf: str = PARAMETER) -> NDArray[Any]:
         columns = self._layout.shape_of(tensor)[1]
         out = np.empty((len(rows), columns), to_dtype(self._layout.leaf_dtype(leaf)))
-        self.finish_update()
+        if self._early is None:
+            self.finish_update()
         with self._clock.span("ssd_read_wait"):
             self._store.read_rows(leaf_name(tensor, leaf), rows, out)
         return out
@@ -103,6 +107,10 @@ class SsdPlacement:
             self._update.wait_consumed(tensor)
         with trace.span(trace.WAIT, "for the gradient of", tensor):
             gradient.block_until_ready()
+        if self._early is not None and tensor in self._early_tensors:
+            with self._clock.span("optimizer"):
+                for index in self._host.groups_of([tensor]):
+                    self._host.attach(index)
         for run in self._host.runs(tensor, start, n_elements):
             lease = None
             if run.address is None:
@@ -117,13 +125,35 @@ class SsdPlacement:
                 scratch.write(lease.address, run.n * size, run.start * size, batch)
                 self._spooling.append((batch.submit(), lease))
 
+    def begin_early_update(self, apply: Callable[[LoadedGroup], None]) -> None:
+        self.finish_update()
+        # On its thread it comes after the commit that is under way, whose places it may overwrite.
+        self._early, self._updating = apply, self._update.start()
+
+    def update_early(self, tensors: Collection[str]) -> None:
+        if self._early is not None:
+            for index in self._host.groups_of(tensors):
+                self._update.add(index, self._early)
+
+    def cancel_update(self) -> None:
+        if self._early is not None:
+            self._early = self._updating = None
+            self._update.give_up()
+
+    def prepare_update(self) -> None:
+        if self._early is None:
+            # What the last committed generation does not use may only be overwritten once a newer one is committed.
+            self.finish_commit()
+
     def begin_update(self, skip_gradient: frozenset[str], apply: Callable[[LoadedGroup], None]) -> None:
-        # What the last committed generation does not use may only be overwritten once a newer one is committed.
-        self.finish_commit()
+        self.prepare_update()
         with self._clock.span("ssd_write_wait"):
             while self._spooling:
                 reap(self._spooling)
-        self._updating = self._update.start(skip_gradient, apply)
+        if self._early is None:
+            self._updating = self._update.start()
+        self._early = None
+        self._update.add_rest(skip_gradient, apply)
         self.version += 1
 
     def finish_update(self) -> None:

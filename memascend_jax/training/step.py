@@ -43,7 +43,10 @@ class TrainStep:
         updater: Updater,
         schedule: Callable[[int], float],
         clip_norm: float | None,
+        *,
+        in_backward: bool = False,
     ) -> None:
+        self._in_backward = in_backward
         self._model = model
         self._updater = updater
         self._schedule = schedule
@@ -64,14 +67,19 @@ class TrainStep:
         """
         trace.phase("forward")
         rows = collect_rows(micro_batches, self._model.layout.config.vocab_size, following)
-        loss, gradients = self._model.loss_and_gradients(micro_batches, rows)
+        learning_rate = self._schedule(step - 1)
+
+        def before_backward() -> None:
+            if self._in_backward:
+                self._updater.begin_early(UpdateScale(step, learning_rate, 1.0))
+
+        loss, gradients = self._model.loss_and_gradients(micro_batches, rows, before_backward)
         if not math.isfinite(loss):
             raise NonfiniteError(
                 f"the loss of step {step} is {loss}; nothing of this step was applied. "
                 "Lower optimizer.learning_rate, or look at the batch that this step trained on."
             )
         norm = gradients.global_norm()
-        learning_rate = self._schedule(step - 1)
         scale = UpdateScale(step, learning_rate, clip_scale(norm, self._clip_norm))
         self._updater.begin(gradients, scale, rows.ahead)
         tokens = sum(int(micro_batch.weights.sum()) for micro_batch in micro_batches)

@@ -40,6 +40,7 @@ def step_traffic(
     layout: ModelLayout,
     capacity: Mapping[str, int],
     residency: Residency,
+    early: frozenset[int],
     prefetch_depth: int,
     step_tokens: int,
     spilled_bytes: int = 0,
@@ -49,20 +50,32 @@ def step_traffic(
     Args:
         capacity: resident keys of each stage kind, as for ``plan_actions``.
         residency: update groups that keep their state or gradients in memory.
+        early: update groups that are updated in the backward: the forward reads their parameters.
         prefetch_depth: uses ahead that a stage is read.
         step_tokens: tokens of all micro-batches: the embedding is read by their rows.
         spilled_bytes: inputs of the layers that wait for the backward on SSD.
     """
     actions = plan_actions(training_sequence(layout.n_layers, layout.n_head_tiles), capacity, prefetch_depth)
-    update_read, update_write = _update_bytes(layout, residency)
-    gradients = _gradient_bytes(layout, residency)
+    rest = frozenset(range(len(layout.update_groups))) - early
+    early_read, early_write = _update_bytes(layout, residency, early)
+    update_read, update_write = _update_bytes(layout, residency, rest)
+    gradients = _gradient_bytes(layout, residency, early)
+    parameters = sum(
+        _blocks(piece.n_elements, layout.format.param_dtype)
+        for index in early
+        for piece in layout.update_groups[index].pieces
+    )
     return (
         PhaseTraffic(
             FORWARD,
-            _row_bytes(layout, step_tokens) + gradients + update_read,
+            _row_bytes(layout, step_tokens) + gradients + update_read + parameters,
             update_write + spilled_bytes,
         ),
-        PhaseTraffic(BACKWARD, _reload_bytes(layout, actions) + spilled_bytes, gradients),
+        PhaseTraffic(
+            BACKWARD,
+            _reload_bytes(layout, actions) + spilled_bytes + early_read,
+            gradients + early_write,
+        ),
     )
 
 
@@ -95,9 +108,9 @@ def _row_span(row_bytes: int) -> int:
     return -(-sum(spans) // len(spans))
 
 
-def _gradient_bytes(layout: ModelLayout, residency: Residency) -> int:
+def _gradient_bytes(layout: ModelLayout, residency: Residency, early: frozenset[int]) -> int:
     """Bytes of the gradients that go to SSD and come back."""
-    in_memory = residency.state | residency.gradients
+    in_memory = residency.state | residency.gradients | early
     return sum(
         _blocks(piece.n_elements, layout.format.grad_dtype)
         for index in spooled_groups(layout)
@@ -106,11 +119,12 @@ def _gradient_bytes(layout: ModelLayout, residency: Residency) -> int:
     )
 
 
-def _update_bytes(layout: ModelLayout, residency: Residency) -> tuple[int, int]:
+def _update_bytes(layout: ModelLayout, residency: Residency, groups: frozenset[int]) -> tuple[int, int]:
+    """Bytes of parameters and state that the update of ``groups`` reads and writes."""
     fmt = layout.format
     read = write = 0
-    for index, group in enumerate(layout.update_groups):
-        for piece in group.pieces:
+    for index in groups:
+        for piece in layout.update_groups[index].pieces:
             leaves = sum(_blocks(piece.n_elements, dtype) for _, dtype in fmt.leaves)
             parameter = _blocks(piece.n_elements, fmt.param_dtype)
             if index not in residency.state:

@@ -55,6 +55,10 @@ class Updater:
         self._hyper = hyper
         self._weight_decay = weight_decay
 
+    def begin_early(self, scale: UpdateScale) -> None:
+        """Starts the update in the backward: a layer is updated as soon as its gradients are there."""
+        self._placement.begin_early_update(self._tile_update(None, scale))
+
     def begin(self, gradients: StepGradients, scale: UpdateScale, rows_ahead: NDArray[np.int64]) -> None:
         """Starts the update of all parameters, masters and moments.
 
@@ -63,13 +67,12 @@ class Updater:
         Args:
             rows_ahead: ``[n]`` ascending, embedding rows that the next step uses; ``gradients`` has a row for each.
         """
-        # The state of the last step must be whole before rows of it are read, and before tiles are overwritten.
-        self._placement.finish_commit()
+        self._placement.prepare_update()
         self.rows.forget()
         if self._placement.overlaps_update and gradients.table_gradient is not None:
             self.rows.keep(rows_ahead, self._updated_rows(gradients.table_gradient, scale, rows_ahead))
         without = frozenset(tensor.name for tensor in self._layout.tensors) - gradients.spooled
-        self._placement.begin_update(without, self._tile_update(gradients, scale))
+        self._placement.begin_update(without, self._tile_update(gradients.table_gradient, scale))
 
     def _updated_rows(
         self, gradient: RowGradient, scale: UpdateScale, wanted: NDArray[np.int64]
@@ -91,12 +94,14 @@ class Updater:
             out[begin : begin + step] = param
         return out
 
-    def _tile_update(self, gradients: StepGradients, scale: UpdateScale) -> Callable[[LoadedGroup], None]:
+    def _tile_update(self, rows: RowGradient | None, scale: UpdateScale) -> Callable[[LoadedGroup], None]:
+        """Returns what updates a group; ``rows`` is the embedding's gradient, needed with its tiles."""
+
         def update(loaded: LoadedGroup) -> None:
             with trace.span(trace.UPDATE, "update", loaded.group):
                 for piece in loaded.group.pieces:
-                    if piece.tensor == gradients.table and gradients.table_gradient is not None:
-                        self._overlay_rows(loaded, piece, gradients.table_gradient)
+                    if rows is not None and piece.tensor == EMBED_NAME:
+                        self._overlay_rows(loaded, piece, rows)
                     self._update(piece.tensor, partial(loaded.address, piece), piece.n_elements, scale)
 
         return update

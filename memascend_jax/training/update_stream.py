@@ -13,8 +13,9 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,9 +53,19 @@ class Reception:
     missing: int
 
 
+class _Work(NamedTuple):
+    """A group to update; ``early`` ones wait for no reader."""
+
+    number: int
+    apply: Callable[[LoadedGroup], None]
+    skip_gradient: frozenset[str]
+    early: bool
+
+
 class _Reading(NamedTuple):
     """A group whose missing parts are being read; ``leased`` slots go back when it is written."""
 
+    work: _Work
     group: UpdateGroup
     lease: Lease
     ticket: Ticket
@@ -92,15 +103,35 @@ class UpdateStream:
         self._running: Future[None] | None = None
         self._updated: dict[str, int] = {}
         self._receptions: list[Reception] = []
-        self._draining = self._abandoned = False
+        self._draining = self._abandoned = self._handing_over = False
+        self._queue: SimpleQueue[_Work | None] = SimpleQueue()
+        self._left: list[int] = []
 
-    def start(self, skip_gradient: frozenset[str], apply: Callable[[LoadedGroup], None]) -> Future[None]:
-        """Starts the update of every group; the one before must be finished. Returns what ends with it."""
+    def start(self) -> Future[None]:
+        """Starts an update, which takes the groups of ``add`` and ends after ``add_rest``; the one before is finished.
+
+        Until ``add_rest`` stages are read as they were before the update. Returns what ends with the update.
+        """
         self._updated = dict.fromkeys(self._sizes, 0)
-        self._draining = False
-        self._running = self._executor.submit(self._run, skip_gradient, apply)
+        self._draining = self._handing_over = False
+        self._queue = SimpleQueue()
+        self._left = list(range(len(self._layout.update_groups)))
+        self._running = self._executor.submit(self._run, self._queue)
         self._running.add_done_callback(self._wake)
         return self._running
+
+    def add(self, index: int, apply: Callable[[LoadedGroup], None]) -> None:
+        """Gives a group, whose gradients are in host memory, to the update; no stage has to ask for it."""
+        self._left.remove(index)
+        self._queue.put(_Work(index, apply, frozenset(), early=True))
+
+    def add_rest(self, skip_gradient: frozenset[str], apply: Callable[[LoadedGroup], None]) -> None:
+        """Gives all other groups to the update; from now on stages are of the new version."""
+        with self._changed:
+            self._handing_over = True
+        for index in self._left:
+            self._queue.put(_Work(index, apply, skip_gradient, early=False))
+        self._queue.put(None)
 
     def receive(
         self, parts: Sequence[StagePart], addresses: Sequence[int]
@@ -112,7 +143,7 @@ class UpdateStream:
             is through with them, and the receptions of the others: ``wait`` for them.
         """
         with self._changed:
-            if self._running is None:
+            if self._running is None or not self._handing_over:
                 return [part.n_elements for part in parts], []
             readable, receptions = [], []
             for part, address in zip(parts, addresses, strict=True):
@@ -151,7 +182,7 @@ class UpdateStream:
         """Waits until the running update has read the whole gradient of ``tensor``."""
         with self._changed:
             running = self._running
-            if running is not None:
+            if running is not None and self._handing_over:
                 self._changed.wait_for(lambda: self._updated[tensor] == self._sizes[tensor] or running.done())
 
     def finish(self) -> None:
@@ -169,13 +200,22 @@ class UpdateStream:
         with self._changed:
             self._abandoned = True
             self._changed.notify_all()
+        # It may be waiting for a group.
+        self._queue.put(None)
 
-    def _run(self, skip_gradient: frozenset[str], apply: Callable[[LoadedGroup], None]) -> None:
+    def give_up(self) -> None:
+        """Abandons the running update and waits for its end; another one may not be started."""
+        self.abandon()
+        if self._running is not None:
+            wait([self._running])
+            self._running = None
+
+    def _run(self, queue: SimpleQueue[_Work | None]) -> None:
         reading: deque[_Reading] = deque()
         writing: deque[tuple[Ticket, Lease]] = deque()
         try:
             with trace.span(trace.PHASE, "update"):
-                self._stream(skip_gradient, apply, reading, writing)
+                self._stream(queue, reading, writing)
         finally:
             # After a failure the kernel may still be using these slots: wait before they are lent again.
             for ticket, lease in [*((item.ticket, item.lease) for item in reading if item.leased), *writing]:
@@ -184,23 +224,32 @@ class UpdateStream:
 
     def _stream(
         self,
-        skip_gradient: frozenset[str],
-        apply: Callable[[LoadedGroup], None],
+        queue: SimpleQueue[_Work | None],
         reading: deque[_Reading],
         writing: deque[tuple[Ticket, Lease]],
     ) -> None:
-        upcoming = deque(enumerate(self._layout.update_groups))
         staying: list[Ticket] = []
-        while upcoming or reading:
+        ended = False
+        while True:
             # Half of the slots read ahead, the others are computed on or being written.
-            while upcoming and sum(item.leased for item in reading) < max(1, self._depth // 2):
-                index, group = upcoming.popleft()
-                reading.append(self._begin(index, group, skip_gradient, reading, writing))
+            while not ended and sum(item.leased for item in reading) < max(1, self._depth // 2):
+                try:
+                    work = queue.get(block=not reading)
+                except Empty:
+                    break
+                if work is None:
+                    ended = True
+                else:
+                    reading.append(self._begin(work, reading, writing))
+            if self._abandoned:
+                raise RunError("the update was given up")
+            if not reading:
+                break
             item = reading[0]
             item.ticket.wait()
             with trace.span(trace.WAIT, "for the stage of", item.group):
-                self._wait_for_reader(item.group)
-            apply(self._loaded(item, skip_gradient))
+                self._wait_for_reader(item)
+            item.work.apply(self._loaded(item))
             written = self._write(item)
             reading.popleft()
             if item.leased:
@@ -209,40 +258,40 @@ class UpdateStream:
                 staying.append(written)
             # From now on a stage reads these tiles from the store, which waits for the write.
             self._hand_over(item)
+            if item.work.early:
+                self._host.detach(item.work.number)
         while writing:
             reap(writing)
         for ticket in staying:
             ticket.wait()
 
-    def _begin(
-        self,
-        index: int,
-        group: UpdateGroup,
-        skip_gradient: frozenset[str],
-        reading: deque[_Reading],
-        writing: deque[tuple[Ticket, Lease]],
-    ) -> _Reading:
+    def _begin(self, work: _Work, reading: deque[_Reading], writing: deque[tuple[Ticket, Lease]]) -> _Reading:
         """Starts reading what is not in memory of a group, into its own slot or a leased one."""
-        own = self._host.slot(index)
+        group = self._layout.update_groups[work.number]
+        own = self._host.slot(work.number)
         if own is not None:
-            ticket = self._read(group, own, skip_gradient, state=index not in self._host.current)
-            self._host.current.add(index)
-            return _Reading(group, own, ticket, leased=False)
+            ticket = self._read(group, own, work.skip_gradient, state=work.number not in self._host.current)
+            self._host.current.add(work.number)
+            return _Reading(work, group, own, ticket, leased=False)
         while len(writing) + sum(item.leased for item in reading) >= self._depth:
             reap(writing)
         lease = self._pool.lease(UPDATE)
-        return _Reading(group, lease, self._read(group, lease, skip_gradient, state=True), leased=True)
+        ticket = self._read(group, lease, work.skip_gradient, state=True)
+        return _Reading(work, group, lease, ticket, leased=True)
 
-    def _wait_for_reader(self, group: UpdateGroup) -> None:
-        """Waits until the stage of ``group`` is asked for; what no stage reads goes on at once."""
-        first = group.pieces[0]
+    def _wait_for_reader(self, item: _Reading) -> None:
+        """Waits until the stage of a group is asked for; an early one, and what no stage reads, goes on at once."""
         with self._changed:
-            if first.tensor in self._streamed:
+            if not item.work.early and item.group.pieces[0].tensor in self._streamed:
                 self._changed.wait_for(
                     lambda: (
                         self._draining
                         or self._abandoned
-                        or any(_overlap(known, piece) for known in self._receptions for piece in group.pieces)
+                        or any(
+                            _overlap(known, piece)
+                            for known in self._receptions
+                            for piece in item.group.pieces
+                        )
                     )
                 )
             if self._abandoned:
@@ -293,7 +342,7 @@ class UpdateStream:
                 batch.write_tile(piece.tensor + leaf, piece.tile, item.lease.address + piece.offsets[leaf])
         return batch.submit()
 
-    def _loaded(self, item: _Reading, skip_gradient: frozenset[str]) -> LoadedGroup:
+    def _loaded(self, item: _Reading) -> LoadedGroup:
         def view(piece: UpdatePiece, leaf: str) -> NDArray[Any]:
             kept = self._host.gradient_view(piece) if leaf == GRADIENT else None
             if kept is not None:
@@ -302,7 +351,7 @@ class UpdateStream:
             return item.lease.view(dtype, (piece.n_elements,), piece.offsets[leaf])
 
         for piece in item.group.pieces:
-            if piece.tensor in skip_gradient:
+            if piece.tensor in item.work.skip_gradient:
                 view(piece, GRADIENT).view(np.uint8)[:] = 0
         return LoadedGroup(item.group, lambda piece, leaf: address_of(view(piece, leaf)), view)
 

@@ -147,6 +147,40 @@ def test_what_stays_in_memory_changes_no_bit(
     assert_same_bits(*results)
 
 
+@pytest.mark.parametrize("tied", ["true", "false"])
+def test_updating_in_the_backward_changes_no_bit(tmp_path, monkeypatch, tied):
+    small = Depths(1, 2, 2, 3, 1 << 14, 1 << 15)
+    monkeypatch.setattr(planning, "CHOICES", (small,))
+    results = []
+    for how in (("ssd", "in_backward"), ("ssd", "exact"), ("memory", "in_backward")):
+        placement, update = how
+        with streamed_run(
+            tmp_path / f"{placement}{update}",
+            *SHAPE,
+            f"model.config.tie_word_embeddings={tied}",
+            "optimizer.clip_norm=null",
+            f"offload.placement={placement}",
+            f"offload.update={update}",
+            total_steps=STEPS,
+        ) as run:
+            assert run.plan.depths.early_update == (update == "in_backward")
+            losses = run.train(1)
+            first = run.session.placement.io_bytes()
+            losses += run.train_from(2, STEPS)
+            leaves = ["", *(suffix for suffix, _ in run.plan.layout.format.leaves)]
+            results.append(
+                (losses, {name + leaf: run.tensor(name + leaf) for name in run.names() for leaf in leaves})
+            )
+            moved = np.subtract(run.session.placement.io_bytes(), first) / (STEPS - 1)
+            if how == ("ssd", "in_backward"):
+                # All rows are planned as different ones; the reading of all tensors here is 1/19 of the state.
+                state = run.plan.layout.n_parameters * run.plan.layout.format.stored_bytes / (STEPS - 1)
+                assert moved[0] <= 1.02 * run.plan.ssd_read_bytes_per_step + 1.1 * state
+                assert moved[1] == pytest.approx(run.plan.ssd_write_bytes_per_step, rel=0.02)
+    assert_same_bits(results[0], results[1])
+    assert_same_bits(results[0], results[2])
+
+
 def assert_same_bits(ssd, memory):
     assert ssd[0] == memory[0]
     for name, value in ssd[1].items():

@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 from streamed_run import streamed_run
 
+from memascend_jax.errors import NonfiniteError
 from memascend_jax.storage.tensor_store import TensorStore
 from memascend_jax.training import update
 from memascend_jax.training.batch_rows import collect_rows
+from memascend_jax.training.gradients import StepGradients
 
 pytestmark = pytest.mark.integration
 
@@ -72,8 +74,17 @@ class BrokenError(Exception):
     pass
 
 
-@pytest.mark.parametrize("after", [0, 3, 8])
-def test_a_failing_update_is_raised_and_the_step_before_stays(tmp_path, monkeypatch, after):
+#: With the update beside the next forward, and with that of the layers in the backward.
+MODES = pytest.mark.parametrize(
+    "mode",
+    [["offload.update=exact"], ["offload.update=in_backward", "optimizer.clip_norm=null"]],
+    ids=["exact", "in backward"],
+)
+
+
+@MODES
+@pytest.mark.parametrize("after", [0, 3])
+def test_a_failing_update_is_raised_and_the_step_before_stays(tmp_path, monkeypatch, after, mode):
     calls = []
     real = update.update_tile
 
@@ -83,7 +94,7 @@ def test_a_failing_update_is_raised_and_the_step_before_stays(tmp_path, monkeypa
             raise BrokenError("no more")
         real(*args, **kwargs)
 
-    with pytest.raises(BrokenError), streamed_run(tmp_path) as run:
+    with pytest.raises(BrokenError), streamed_run(tmp_path, *mode) as run:
         train_step(run, 1)
         run.session.placement.begin_commit(b"1")
         run.session.placement.finish_commit()
@@ -99,8 +110,9 @@ def test_a_failing_update_is_raised_and_the_step_before_stays(tmp_path, monkeypa
     assert all(tensors[name] == value for name, value in committed.items())
 
 
-def test_an_update_that_is_given_up_leaves_the_step_before(tmp_path):
-    with pytest.raises(KeyboardInterrupt), streamed_run(tmp_path) as run:
+@MODES
+def test_an_update_that_is_given_up_leaves_the_step_before(tmp_path, mode):
+    with pytest.raises(KeyboardInterrupt), streamed_run(tmp_path, *mode) as run:
         train_step(run, 1)
         run.session.placement.begin_commit(b"1")
         run.session.placement.finish_commit()
@@ -108,6 +120,26 @@ def test_an_update_that_is_given_up_leaves_the_step_before(tmp_path):
         train_step(run, 2)
         run.session.placement.begin_commit(b"2")
         raise KeyboardInterrupt
+    state, tensors = read_all(tmp_path)
+    assert state == b"1"
+    assert all(tensors[name] == value for name, value in committed.items())
+
+
+@MODES
+def test_a_nonfinite_gradient_leaves_the_step_before(tmp_path, monkeypatch, mode):
+    def nonfinite(gradients):
+        raise NonfiniteError("the gradient is not finite")
+
+    with streamed_run(tmp_path, *mode) as run:
+        train_step(run, 1)
+        run.session.placement.begin_commit(b"1")
+        run.session.placement.finish_commit()
+        committed = {name: run.tensor(name).tobytes() for name in run.names()}
+        monkeypatch.setattr(StepGradients, "global_norm", nonfinite)
+        with pytest.raises(NonfiniteError):
+            train_step(run, 2)
+        run.session.placement.cancel_update()
+        run.session.placement.finish_commit()
     state, tensors = read_all(tmp_path)
     assert state == b"1"
     assert all(tensors[name] == value for name, value in committed.items())
