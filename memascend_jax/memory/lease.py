@@ -72,12 +72,15 @@ class Lease:
         flat = self.slot.view(offset, math.prod(shape) * element.itemsize)
         return flat.view(element).reshape(shape)
 
-    def export(self, dtype: str, shape: Sequence[int], offset: int = 0) -> SlotExport:
+    def export(
+        self, dtype: str, shape: Sequence[int], offset: int = 0, *, cuda_ordinal: int | None = None
+    ) -> SlotExport:
         """Returns a DLPack producer over the slot's bytes from ``offset`` (a multiple of 64).
 
-        It and every array made of it count as readers of the slot until they are dropped.
+        It and every array made of it count as readers of the slot until they are dropped. With ``cuda_ordinal`` it
+        presents itself as pinned host memory of that CUDA device, which its memory must be registered with.
         """
-        return self.slot.dlpack(dtype, tuple(shape), offset)
+        return self.slot.dlpack(dtype, tuple(shape), offset, cuda_ordinal)
 
     def defer(self, pending: Pending) -> None:
         """Keeps the slot from being lent again, once released, until ``pending`` is done."""

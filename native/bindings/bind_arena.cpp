@@ -16,9 +16,10 @@ using SlotPointer = std::shared_ptr<Slot>;
 
 PinMode pin_mode_named(const std::string& name) {
   if (name == "auto") return PinMode::kAuto;
+  if (name == "device") return PinMode::kDevice;
   if (name == "mlock") return PinMode::kMlock;
   if (name == "none") return PinMode::kNone;
-  throw py::value_error("pin must be auto, mlock or none, got '" + name + "'");
+  throw py::value_error("pin must be auto, device, mlock or none, got '" + name + "'");
 }
 
 // A numpy array over part of a slot. Its base holds the slot, so it may outlive every other handle.
@@ -72,10 +73,13 @@ void bind_slot(py::module_& module) {
       .def(
           "dlpack",
           [](const SlotPointer& self, const std::string& dtype, std::vector<std::int64_t> shape,
-             std::uint64_t offset) {
-            return std::make_unique<SlotExport>(self, dtype, std::move(shape), offset);
+             std::uint64_t offset, std::optional<int> cuda_ordinal) {
+            const dl::Device device =
+                cuda_ordinal ? dl::Device{dl::kCudaHost, *cuda_ordinal} : dl::Device{dl::kCpu, 0};
+            return std::make_unique<SlotExport>(self, dtype, std::move(shape), offset, device);
           },
-          py::arg("dtype"), py::arg("shape"), py::arg("offset_bytes") = 0, docs::kDlpackDoc)
+          py::arg("dtype"), py::arg("shape"), py::arg("offset_bytes") = 0,
+          py::arg("cuda_ordinal") = py::none(), docs::kDlpackDoc)
       .def(
           "wait_no_readers",
           [](const Slot& self, double timeout_s) {
@@ -89,21 +93,97 @@ void bind_slot(py::module_& module) {
       });
   py::class_<SlotExport>(module, "SlotExport")
       .def("__dlpack__", &dlpack)
-      .def("__dlpack_device__", [](const SlotExport&) { return py::make_tuple(int{dl::kCpu}, 0); });
+      .def("__dlpack_device__", [](const SlotExport& self) {
+        return py::make_tuple(self.device().device_type, self.device().device_id);
+      });
+}
+
+void bind_driver(py::module_& module) {
+  py::class_<CudaDriver, std::shared_ptr<CudaDriver>>(module, "CudaDriver", docs::kCudaDriverDoc)
+      .def(py::init([](int ordinal) {
+             const py::gil_scoped_release without_gil;
+             return CudaDriver::open(ordinal);
+           }),
+           py::arg("ordinal"))
+      .def(
+          "copy_to_host",
+          [](const CudaDriver& self, std::uintptr_t dst, std::uintptr_t src, std::uint64_t nbytes) {
+            auto* to = pointer<std::byte>(dst, "dst_address");
+            const py::gil_scoped_release without_gil;
+            self.copy_to_host(to, src, nbytes);
+          },
+          py::arg("dst_address"), py::arg("src_device_address"), py::arg("nbytes"),
+          docs::kCopyToHostDoc);
+}
+
+py::dict described(const PinnedRegion& region) {
+  py::list refusals;
+  for (const Refusal& refusal : region.refusals)
+    refusals.append(py::make_tuple(name_of(refusal.rung), refusal.nbytes, refusal.reason));
+  py::dict facts;
+  facts["address"] = reinterpret_cast<std::uintptr_t>(region.begin);
+  facts["nbytes"] = region.nbytes;
+  facts["rung"] = name_of(region.rung());
+  facts["locked_bytes"] = region.locked_bytes;
+  facts["registered_by"] = region.registered_by;
+  facts["refusals"] = refusals;
+  return facts;
+}
+
+void bind_pinning(py::class_<PinnedArena, std::shared_ptr<PinnedArena>>& arena) {
+  arena
+      .def_property_readonly("pinning",
+                             [](const PinnedArena& self) { return name_of(self.rung()); })
+      .def_property_readonly("pinning_reason", &PinnedArena::pinning_reason)
+      .def_property_readonly("huge_pages", &PinnedArena::huge_pages)
+      .def_property_readonly("page_bytes", &PinnedArena::page_bytes)
+      .def(
+          "pinned_regions",
+          [](const PinnedArena& self) {
+            py::list regions;
+            for (const PinnedRegion& region : self.pinned_regions())
+              regions.append(described(region));
+            return regions;
+          },
+          docs::kPinnedRegionsDoc)
+      .def("register_with", &PinnedArena::register_with, py::arg("driver"),
+           py::call_guard<py::gil_scoped_release>(), docs::kRegisterWithDoc)
+      .def("note_registered", &PinnedArena::note_registered, py::arg("region"), py::arg("by"),
+           docs::kNoteRegisteredDoc)
+      .def("note_unregistered", &PinnedArena::note_unregistered, py::arg("region"),
+           "Says that what note_registered told has been undone.")
+      .def("note_refused", &PinnedArena::note_refused, py::arg("region"), py::arg("reason"),
+           "Keeps the reason why somebody else could not register a region.");
 }
 
 }  // namespace
 
 void bind_arena(py::module_& module) {
   bind_slot(module);
-  py::class_<PinnedArena, std::shared_ptr<PinnedArena>>(module, "PinnedArena", docs::kArenaDoc)
-      .def(py::init([](std::uint64_t capacity, const std::string& pin, bool huge_pages) {
-             const PinMode mode = pin_mode_named(pin);
-             const py::gil_scoped_release without_gil;  // mlock touches every page
-             return PinnedArena::create(capacity, mode, huge_pages);
+  bind_driver(module);
+  module.attr("REGION_BYTES") = kRegionBytes;
+  module.def("page_bytes", &page_bytes, "Returns the size of the system's pages.");
+  py::class_<PinnedArena, std::shared_ptr<PinnedArena>> arena(module, "PinnedArena",
+                                                              docs::kArenaDoc);
+  bind_pinning(arena);
+  arena
+      .def(py::init([](std::uint64_t capacity, const std::string& pin, bool huge_pages,
+                       std::optional<std::uint64_t> lockable_bytes, std::uint64_t region_bytes,
+                       std::uint64_t page, int cuda_ordinal) {
+             MappingOptions options;
+             options.pin.mode = pin_mode_named(pin);
+             if (lockable_bytes) options.pin.lockable_bytes = *lockable_bytes;
+             options.pin.region_bytes = region_bytes;
+             options.pin.cuda_ordinal = cuda_ordinal;
+             options.huge_pages = huge_pages;
+             options.page_bytes = page;
+             const py::gil_scoped_release without_gil;  // pinning touches every page
+             return PinnedArena::create(capacity, options);
            }),
            py::arg("capacity_bytes"), py::kw_only(), py::arg("pin") = "auto",
-           py::arg("huge_pages") = true)
+           py::arg("huge_pages") = true, py::arg("lockable_bytes") = py::none(),
+           py::arg("region_bytes") = kRegionBytes, py::arg("page_bytes") = 0,
+           py::arg("cuda_ordinal") = 0)
       .def("allocate", &PinnedArena::allocate, py::arg("nbytes"), py::arg("label") = "",
            docs::kAllocateDoc)
       .def("close", &PinnedArena::close, docs::kCloseDoc)
@@ -111,10 +191,6 @@ void bind_arena(py::module_& module) {
       .def_property_readonly("in_use_bytes", &PinnedArena::in_use_bytes)
       .def_property_readonly("high_water_bytes", &PinnedArena::high_water_bytes)
       .def_property_readonly("largest_free_bytes", &PinnedArena::largest_free_bytes)
-      .def_property_readonly(
-          "pinning", [](const PinnedArena& self) { return self.pinned() ? "mlock" : "pageable"; })
-      .def_property_readonly("pinning_reason", &PinnedArena::pinning_reason)
-      .def_property_readonly("huge_pages", &PinnedArena::huge_pages)
       .def("regions",
            [](const PinnedArena& self) {
              std::vector<std::pair<std::uintptr_t, std::uint64_t>> regions;

@@ -13,8 +13,13 @@ by best fit. Nothing is rounded up but to whole pages.
 Args:
     capacity_bytes: size of the mapping, rounded up to pages.
     pin: "auto" locks the memory if it may, else goes on with pageable memory and keeps the reason;
-        "mlock" raises OSError when refused; "none" does not try.
+        "device" registers it with the CUDA driver, and locks what that refuses; "mlock" raises
+        OSError when refused; "none" does not try.
     huge_pages: advise the kernel to use huge pages.
+    lockable_bytes: the most that is locked; default no limit but the kernel's.
+    region_bytes: what is registered as one piece, whole pages, at most 1 GiB.
+    page_bytes: what sizes are rounded to, a power of two; 0 is the system's page.
+    cuda_ordinal: which visible CUDA device pin="device" registers with.
 
 Raises:
     OSError: the memory cannot be mapped or locked.
@@ -44,6 +49,46 @@ Raises:
     RuntimeError: slots are outstanding.
 )";
 
+inline constexpr const char* kPinnedRegionsDoc =
+    R"(Returns how each region is held in place, one dict per region of at most region_bytes.
+
+rung: "device", "mlock" or "pageable"; locked_bytes of a pageable one are locked all the same.
+registered_by: who registered it with the device. refusals: (rung, bytes, reason) of what was tried
+in vain. Empty after close().
+)";
+
+inline constexpr const char* kRegisterWithDoc =
+    R"(Registers every region that is not yet; what the driver refuses stays, with the reason.
+
+Lifetime: undone when the memory is unmapped, after the last slot, view and export.
+)";
+
+inline constexpr const char* kNoteRegisteredDoc =
+    R"(Says that `by` has registered a region with a device; close() refuses until that is undone.
+
+Raises:
+    IndexError: no such region.
+    RuntimeError: it is registered already.
+)";
+
+inline constexpr const char* kCudaDriverDoc =
+    R"(The CUDA driver's primary context of one visible device, retained while this lives.
+
+Raises:
+    RuntimeError: libcuda.so.1 cannot be loaded, or its call and error by name.
+
+Threading: every method may be called from any thread.
+)";
+
+inline constexpr const char* kCopyToHostDoc =
+    R"(Copies from device memory, which must be complete, and waits without the GIL.
+
+By DMA when [dst_address, dst_address + nbytes) lies in one registered region.
+
+Raises:
+    RuntimeError: the driver's error by name.
+)";
+
 inline constexpr const char* kSlotDoc = R"(A piece of an arena, a writable buffer of bytes.
 
 Goes back to the arena at release(), or when the slot, its views and its exports are all gone.
@@ -67,6 +112,7 @@ Args:
     dtype: "bfloat16", "float16", "float32", "float64", "int8" to "uint64" or "bool".
     shape: of a C-contiguous tensor.
     offset_bytes: where it begins, a multiple of 64: XLA would copy otherwise.
+    cuda_ordinal: consumers are told that the memory is pinned host memory of this CUDA device.
 
 Lifetime: producer and consumers count as readers and keep the memory mapped. Consumers may drop it
 on any thread, without the GIL, also after everything else is gone.

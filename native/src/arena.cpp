@@ -9,30 +9,38 @@
 namespace memascend {
 namespace {
 
-constexpr std::uint64_t kRegionBytes = std::uint64_t{1} << 30;
+constexpr const char* kClosed = "the arena is closed";
 
 }  // namespace
 
-std::shared_ptr<PinnedArena> PinnedArena::create(std::uint64_t capacity_bytes, PinMode pin,
-                                                 bool huge_pages) {
-  return std::shared_ptr<PinnedArena>(new PinnedArena(capacity_bytes, pin, huge_pages));
+std::shared_ptr<PinnedArena> PinnedArena::create(std::uint64_t capacity_bytes,
+                                                 const MappingOptions& options) {
+  auto mapping = std::make_shared<Mapping>(capacity_bytes, options);
+  return std::shared_ptr<PinnedArena>(new PinnedArena(std::move(mapping)));
 }
 
-PinnedArena::PinnedArena(std::uint64_t capacity_bytes, PinMode pin, bool huge_pages)
-    : mapping_(std::make_shared<Mapping>(capacity_bytes, pin, huge_pages)),
+std::shared_ptr<PinnedArena> PinnedArena::create(std::uint64_t capacity_bytes, PinMode pin,
+                                                 bool huge_pages) {
+  MappingOptions options;
+  options.pin.mode = pin;
+  options.huge_pages = huge_pages;
+  return create(capacity_bytes, options);
+}
+
+PinnedArena::PinnedArena(std::shared_ptr<Mapping> mapping)
+    : mapping_(std::move(mapping)),
       free_(mapping_->nbytes()),
       capacity_bytes_(mapping_->nbytes()),
-      pinned_(mapping_->pinned()),
-      huge_pages_(mapping_->huge_pages()),
-      pinning_reason_(mapping_->pinning_reason()) {}
+      page_bytes_(mapping_->page_bytes()),
+      huge_pages_(mapping_->huge_pages()) {}
 
 std::shared_ptr<Slot> PinnedArena::allocate(std::uint64_t nbytes, std::string label) {
   if (nbytes == 0) throw std::invalid_argument("cannot allocate a slot of 0 bytes");
   const std::lock_guard lock(mutex_);
-  if (mapping_ == nullptr) throw std::logic_error("the arena is closed");
+  if (mapping_ == nullptr) throw std::logic_error(kClosed);
   // A request beyond the capacity must not reach round_up, which may overflow.
   const bool possible = nbytes <= capacity_bytes_;
-  const auto offset = possible ? free_.take(round_up(nbytes, page_bytes())) : std::nullopt;
+  const auto offset = possible ? free_.take(round_up(nbytes, page_bytes_)) : std::nullopt;
   if (!offset)
     throw ArenaFull("cannot allocate slot '" + label + "' of " + grouped(nbytes) +
                     " bytes: the arena of " + grouped(capacity_bytes_) + " bytes has " +
@@ -49,6 +57,9 @@ void PinnedArena::close() {
   if (in_use > 0)
     throw std::logic_error("cannot close the arena: slots of " + grouped(in_use) +
                            " bytes are outstanding; release them first");
+  if (mapping_ != nullptr && mapping_->pinning().registered_elsewhere())
+    throw std::logic_error(
+        "cannot close the arena: it is registered with a device; undo that first");
   mapping_.reset();
 }
 
@@ -67,13 +78,57 @@ std::uint64_t PinnedArena::largest_free_bytes() const {
   return free_.largest_free();
 }
 
-std::vector<std::pair<std::byte*, std::uint64_t>> PinnedArena::regions() const {
+std::vector<PinnedRegion> PinnedArena::pinned_regions() const {
   const std::lock_guard lock(mutex_);
+  return mapping_ == nullptr ? std::vector<PinnedRegion>{} : mapping_->pinning().regions();
+}
+
+std::vector<std::pair<std::byte*, std::uint64_t>> PinnedArena::regions() const {
   std::vector<std::pair<std::byte*, std::uint64_t>> pieces;
-  if (mapping_ == nullptr) return pieces;
-  for (std::uint64_t begin = 0; begin < capacity_bytes_; begin += kRegionBytes)
-    pieces.emplace_back(mapping_->data() + begin, std::min(kRegionBytes, capacity_bytes_ - begin));
+  for (const PinnedRegion& region : pinned_regions())
+    pieces.emplace_back(region.begin, region.nbytes);
   return pieces;
+}
+
+Rung PinnedArena::rung() const {
+  const std::vector<PinnedRegion> regions = pinned_regions();
+  Rung lowest = regions.empty() ? Rung::kPageable : Rung::kDevice;
+  for (const PinnedRegion& region : regions) lowest = std::min(lowest, region.rung());
+  return lowest;
+}
+
+std::string PinnedArena::pinning_reason() const {
+  std::string reason;
+  Rung lowest = Rung::kDevice;
+  for (const PinnedRegion& region : pinned_regions()) {
+    if (region.rung() >= lowest && !reason.empty()) continue;
+    if (std::string found = region.reason(); !found.empty()) reason = std::move(found);
+    lowest = std::min(lowest, region.rung());
+  }
+  return reason;
+}
+
+// Registering takes long, and must not keep slots from being taken meanwhile.
+std::shared_ptr<Mapping> PinnedArena::open_mapping() const {
+  const std::lock_guard lock(mutex_);
+  if (mapping_ == nullptr) throw std::logic_error(kClosed);
+  return mapping_;
+}
+
+void PinnedArena::register_with(const std::shared_ptr<CudaDriver>& driver) {
+  open_mapping()->pinning().register_with(driver);
+}
+
+void PinnedArena::note_registered(std::size_t region, std::string by) {
+  open_mapping()->pinning().note_registered(region, std::move(by));
+}
+
+void PinnedArena::note_unregistered(std::size_t region) {
+  open_mapping()->pinning().note_unregistered(region);
+}
+
+void PinnedArena::note_refused(std::size_t region, std::string reason) {
+  open_mapping()->pinning().note_refused(region, std::move(reason));
 }
 
 std::uint64_t PinnedArena::epoch() const {
@@ -110,7 +165,8 @@ Slot::Slot(std::shared_ptr<PinnedArena> arena, std::shared_ptr<Mapping> mapping,
       label_(std::move(label)) {}
 
 Slot::~Slot() {
-  if (!released_.exchange(true)) arena_->take_back(offset_, round_up(nbytes_, page_bytes()));
+  if (!released_.exchange(true))
+    arena_->take_back(offset_, round_up(nbytes_, arena_->page_bytes()));
 }
 
 std::byte* Slot::data() const {
@@ -129,7 +185,8 @@ void Slot::release() {
   if (const int alive = readers(); alive > 0)
     throw std::logic_error("cannot release slot '" + label_ + "': " + std::to_string(alive) +
                            " reader(s) are alive; wait for them first");
-  if (!released_.exchange(true)) arena_->take_back(offset_, round_up(nbytes_, page_bytes()));
+  if (!released_.exchange(true))
+    arena_->take_back(offset_, round_up(nbytes_, arena_->page_bytes()));
 }
 
 // Called by the deleter of an export, on whatever thread dropped the array last.

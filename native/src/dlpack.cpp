@@ -64,7 +64,7 @@ void delete_managed(Managed* managed) noexcept {
 
 template <typename Managed>
 Managed* new_managed(const std::shared_ptr<Slot>& slot, std::byte* data, dl::DataType dtype,
-                     const std::vector<std::int64_t>& shape,
+                     dl::Device device, const std::vector<std::int64_t>& shape,
                      const std::vector<std::int64_t>& strides) {
   auto context = std::make_unique<Context<Managed>>();
   context->slot = slot;
@@ -74,8 +74,12 @@ Managed* new_managed(const std::shared_ptr<Slot>& slot, std::byte* data, dl::Dat
   managed = Managed{};
   managed.manager_ctx = context.get();
   managed.deleter = [](Managed* self) { delete_managed(self); };
-  managed.dl_tensor = {data,  {dl::kCpu, 0},         static_cast<std::int32_t>(shape.size()),
-                       dtype, context->shape.data(), context->strides.data(),
+  managed.dl_tensor = {data,
+                       device,
+                       static_cast<std::int32_t>(shape.size()),
+                       dtype,
+                       context->shape.data(),
+                       context->strides.data(),
                        0};
   slot->add_reader();
   return &context.release()->managed;
@@ -84,8 +88,9 @@ Managed* new_managed(const std::shared_ptr<Slot>& slot, std::byte* data, dl::Dat
 }  // namespace
 
 SlotExport::SlotExport(std::shared_ptr<Slot> slot, const std::string& dtype,
-                       std::vector<std::int64_t> shape, std::uint64_t offset_bytes)
-    : slot_(std::move(slot)), dtype_(type_named(dtype)), shape_(std::move(shape)) {
+                       std::vector<std::int64_t> shape, std::uint64_t offset_bytes,
+                       dl::Device device)
+    : slot_(std::move(slot)), dtype_(type_named(dtype)), device_(device), shape_(std::move(shape)) {
   if (offset_bytes % kAliasAlignment != 0)
     throw std::invalid_argument("an export must begin at a multiple of 64 bytes, got offset " +
                                 grouped(offset_bytes));
@@ -104,11 +109,12 @@ SlotExport::~SlotExport() {
 }
 
 dl::ManagedTensor* SlotExport::managed() const {
-  return new_managed<dl::ManagedTensor>(slot_, data_, dtype_, shape_, strides_);
+  return new_managed<dl::ManagedTensor>(slot_, data_, dtype_, device_, shape_, strides_);
 }
 
 dl::ManagedTensorVersioned* SlotExport::managed_versioned() const {
-  auto* managed = new_managed<dl::ManagedTensorVersioned>(slot_, data_, dtype_, shape_, strides_);
+  auto* managed =
+      new_managed<dl::ManagedTensorVersioned>(slot_, data_, dtype_, device_, shape_, strides_);
   managed->version = {1, 0};
   return managed;
 }

@@ -2,7 +2,6 @@
 #include "memascend/mapping.hpp"
 
 #include <sys/mman.h>
-#include <sys/resource.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -16,11 +15,13 @@ namespace {
 
 constexpr std::uint64_t kAlignment = std::uint64_t{2} << 20;
 
-std::string memlock_limit_text() {
-  rlimit limit{};
-  if (::getrlimit(RLIMIT_MEMLOCK, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return {};
-  return " (the limit of locked memory is " + grouped(limit.rlim_cur) +
-         " bytes; raise it with `ulimit -l` or LimitMEMLOCK=)";
+// The size of a page: the system's, or the larger one that was asked for.
+std::uint64_t checked_page(std::uint64_t asked) {
+  if (asked == 0) return page_bytes();
+  if (asked % page_bytes() != 0 || (asked & (asked - 1)) != 0 || asked > kAlignment)
+    throw std::invalid_argument("page_bytes must be a power of two from " + grouped(page_bytes()) +
+                                " to " + grouped(kAlignment) + ", got " + grouped(asked));
+  return asked;
 }
 
 }  // namespace
@@ -38,16 +39,20 @@ std::uint64_t round_up(std::uint64_t value, std::uint64_t multiple) {
   return value + (multiple - rest);
 }
 
-Mapping::Mapping(std::uint64_t nbytes, PinMode mode, bool huge_pages)
-    : nbytes_(round_up(nbytes, page_bytes())) {
+Mapping::Mapping(std::uint64_t nbytes, const MappingOptions& options)
+    : page_bytes_(checked_page(options.page_bytes)), nbytes_(round_up(nbytes, page_bytes_)) {
   if (nbytes == 0) throw std::invalid_argument("cannot map 0 bytes; give a positive capacity");
+  const std::uint64_t region_bytes = options.pin.region_bytes;
+  if (region_bytes == 0 || region_bytes > kRegionBytes || region_bytes % page_bytes_ != 0)
+    throw std::invalid_argument("region_bytes must be whole pages of at most " +
+                                grouped(kRegionBytes) + " bytes, got " + grouped(region_bytes));
   reserve();
   try {
     // Advice is given before the first touch, or the pages would already be small ones.
-    if (huge_pages) huge_pages_ = ::madvise(data_, nbytes_, MADV_HUGEPAGE) == 0;
+    if (options.huge_pages) huge_pages_ = ::madvise(data_, nbytes_, MADV_HUGEPAGE) == 0;
     ::madvise(data_, nbytes_, MADV_DONTFORK);
     ::madvise(data_, nbytes_, MADV_DONTDUMP);
-    pin(mode);
+    pinning_ = std::make_unique<Pinning>(data_, nbytes_, options.pin);
   } catch (...) {
     ::munmap(data_, nbytes_);
     throw;
@@ -55,6 +60,7 @@ Mapping::Mapping(std::uint64_t nbytes, PinMode mode, bool huge_pages)
 }
 
 Mapping::~Mapping() {
+  pinning_.reset();
   ::munmap(data_, nbytes_);
 }
 
@@ -76,24 +82,6 @@ void Mapping::reserve() {
   if (head > 0) ::munmap(begin, head);
   data_ = begin + head;
   if (padded - head > nbytes_) ::munmap(data_ + nbytes_, padded - head - nbytes_);
-}
-
-void Mapping::pin(PinMode mode) {
-  if (mode == PinMode::kNone) {
-    pinning_reason_ = "not asked for";
-    return;
-  }
-  if (::mlock(data_, nbytes_) == 0) {
-    pinned_ = true;
-    return;
-  }
-  const int error = errno;
-  pinning_reason_ = "cannot lock " + grouped(nbytes_) + " bytes in memory: " + errno_text(error) +
-                    memlock_limit_text();
-  // A refused mlock may leave a part locked and resident: let go of both.
-  ::munlock(data_, nbytes_);
-  ::madvise(data_, nbytes_, MADV_DONTNEED);
-  if (mode == PinMode::kMlock) throw SystemError(error, pinning_reason_);
 }
 
 }  // namespace memascend

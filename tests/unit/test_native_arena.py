@@ -35,7 +35,7 @@ def test_the_pinning_reached_is_reported() -> None:
     )
     automatic = PinnedArena(PAGE)
     assert automatic.pinning == "mlock" or "cannot lock" in automatic.pinning_reason
-    with pytest.raises(ValueError, match="auto, mlock or none"):
+    with pytest.raises(ValueError, match="auto, device, mlock or none"):
         PinnedArena(PAGE, pin="cuda")
 
 

@@ -27,6 +27,8 @@ class Slot;
 // slot is outstanding.
 class PinnedArena : public std::enable_shared_from_this<PinnedArena> {
  public:
+  static std::shared_ptr<PinnedArena> create(std::uint64_t capacity_bytes,
+                                             const MappingOptions& options);
   static std::shared_ptr<PinnedArena> create(std::uint64_t capacity_bytes, PinMode pin,
                                              bool huge_pages);
   PinnedArena(const PinnedArena&) = delete;
@@ -37,20 +39,32 @@ class PinnedArena : public std::enable_shared_from_this<PinnedArena> {
   std::shared_ptr<Slot> allocate(std::uint64_t nbytes, std::string label);
 
   // Refuses new slots and gives the mapping up. Throws std::logic_error naming the outstanding
-  // slots' bytes; closing twice is harmless.
+  // slots' bytes, or when somebody else has registered a region and not undone it; closing twice is
+  // harmless.
   void close();
 
   std::uint64_t capacity_bytes() const noexcept { return capacity_bytes_; }
   std::uint64_t in_use_bytes() const;
   std::uint64_t high_water_bytes() const;
   std::uint64_t largest_free_bytes() const;
-  bool pinned() const noexcept { return pinned_; }
+  std::uint64_t page_bytes() const noexcept { return page_bytes_; }
   bool huge_pages() const noexcept { return huge_pages_; }
-  const std::string& pinning_reason() const noexcept { return pinning_reason_; }
+
+  // The lowest rung of all regions, which is what holds for the arena as a whole, and why not a
+  // higher one of those that were tried: empty when the highest was reached.
+  Rung rung() const;
+  std::string pinning_reason() const;
 
   // The mapping in pieces of at most 1 GiB, which is the most that io_uring registers as one
   // buffer. Empty after `close`.
   std::vector<std::pair<std::byte*, std::uint64_t>> regions() const;
+  std::vector<PinnedRegion> pinned_regions() const;
+
+  // As of Pinning; each throws std::logic_error after `close`.
+  void register_with(const std::shared_ptr<CudaDriver>& driver);
+  void note_registered(std::size_t region, std::string by);
+  void note_unregistered(std::size_t region);
+  void note_refused(std::size_t region, std::string reason);
 
   // A counter that moves when the last reader of a slot goes, or when `advance_epoch` is called.
   // Waiting for it to leave `seen` returns the newest value, or `seen` after the time-out.
@@ -61,7 +75,8 @@ class PinnedArena : public std::enable_shared_from_this<PinnedArena> {
  private:
   friend class Slot;
 
-  PinnedArena(std::uint64_t capacity_bytes, PinMode pin, bool huge_pages);
+  explicit PinnedArena(std::shared_ptr<Mapping> mapping);
+  std::shared_ptr<Mapping> open_mapping() const;
   void take_back(std::uint64_t offset, std::uint64_t length) noexcept;
 
   mutable std::mutex mutex_;
@@ -70,9 +85,8 @@ class PinnedArena : public std::enable_shared_from_this<PinnedArena> {
   std::uint64_t high_water_bytes_ = 0;
 
   const std::uint64_t capacity_bytes_;
-  const bool pinned_;
+  const std::uint64_t page_bytes_;
   const bool huge_pages_;
-  const std::string pinning_reason_;
 
   mutable std::mutex epoch_mutex_;
   mutable std::condition_variable epoch_moved_;

@@ -12,11 +12,12 @@
 namespace memascend {
 
 // The binary layout of DLPack 1.0 (https://dmlc.github.io/dlpack/latest/c_api.html), of which only
-// what an exporter of contiguous CPU memory needs is declared. Field names are the standard's.
+// what an exporter of contiguous host memory needs is declared. Field names are the standard's.
 namespace dl {
 
 enum TypeCode : std::uint8_t { kInt = 0, kUInt = 1, kFloat = 2, kBfloat = 4, kBool = 6 };
 inline constexpr std::int32_t kCpu = 1;
+inline constexpr std::int32_t kCudaHost = 3;
 
 struct Device {
   std::int32_t device_type;
@@ -62,11 +63,14 @@ class SlotExport {
  public:
   // `offset_bytes` must be a multiple of 64, the alignment at which XLA aliases instead of copying.
   // Throws std::invalid_argument or std::out_of_range with the numbers.
+  // `device` is what consumers are told: kCpu, or kCudaHost for memory registered with CUDA.
   SlotExport(std::shared_ptr<Slot> slot, const std::string& dtype, std::vector<std::int64_t> shape,
-             std::uint64_t offset_bytes);
+             std::uint64_t offset_bytes, dl::Device device = {dl::kCpu, 0});
   ~SlotExport();
   SlotExport(const SlotExport&) = delete;
   SlotExport& operator=(const SlotExport&) = delete;
+
+  dl::Device device() const noexcept { return device_; }
 
   // The caller owns the result and must call its deleter once.
   dl::ManagedTensor* managed() const;
@@ -76,6 +80,7 @@ class SlotExport {
   std::shared_ptr<Slot> slot_;
   std::byte* data_;
   dl::DataType dtype_;
+  dl::Device device_;
   std::vector<std::int64_t> shape_;
   std::vector<std::int64_t> strides_;
 };

@@ -4,44 +4,50 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <string>
+#include <memory>
+
+#include "memascend/pinning.hpp"
 
 namespace memascend {
 
-enum class PinMode { kAuto, kMlock, kNone };
+struct MappingOptions {
+  PinOptions pin = {};
+  bool huge_pages = true;
+  // A multiple of the system's page, for tests of larger ones; 0 is the system's.
+  std::uint64_t page_bytes = 0;
+};
 
 // One anonymous private mapping of `nbytes` rounded up to whole pages and no further, aligned to
 // 2 MiB so that transparent huge pages can back it: a disk takes a bounded number of memory
 // segments per request, and 4 KiB pages would split every large request.
 //
-// kMlock throws SystemError when the kernel refuses; kAuto falls back to pageable memory and keeps
-// the reason. A pinned mapping is resident at once; a pageable one as it is touched.
-// Children of fork do not inherit it (a copied page under DMA would corrupt one of the two), and
-// core dumps leave it out (it holds training state, and is large).
+// A pinned mapping is resident at once; a pageable one as it is touched. Registrations with a
+// device are undone before the memory is unmapped. Children of fork do not inherit it (a copied
+// page under DMA would corrupt one of the two), and core dumps leave it out (it holds training
+// state, and is large).
 class Mapping {
  public:
-  Mapping(std::uint64_t nbytes, PinMode pin, bool huge_pages);
+  // Throws SystemError when the memory cannot be mapped, or in PinMode::kMlock not be locked.
+  Mapping(std::uint64_t nbytes, const MappingOptions& options);
   ~Mapping();
   Mapping(const Mapping&) = delete;
   Mapping& operator=(const Mapping&) = delete;
 
   std::byte* data() const noexcept { return data_; }
   std::uint64_t nbytes() const noexcept { return nbytes_; }
-  bool pinned() const noexcept { return pinned_; }
-  // Why the mapping is pageable; empty when it is pinned.
-  const std::string& pinning_reason() const noexcept { return pinning_reason_; }
+  std::uint64_t page_bytes() const noexcept { return page_bytes_; }
+  Pinning& pinning() const noexcept { return *pinning_; }
   // True when the kernel accepted the advice to use huge pages.
   bool huge_pages() const noexcept { return huge_pages_; }
 
  private:
   void reserve();
-  void pin(PinMode mode);
 
+  const std::uint64_t page_bytes_;
+  const std::uint64_t nbytes_;
   std::byte* data_ = nullptr;
-  std::uint64_t nbytes_;
-  bool pinned_ = false;
   bool huge_pages_ = false;
-  std::string pinning_reason_;
+  std::unique_ptr<Pinning> pinning_;
 };
 
 std::uint64_t page_bytes() noexcept;
