@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "check.hpp"
+#include "memascend/error.hpp"
 
 using namespace memascend;
 using namespace std::chrono_literals;
@@ -60,6 +61,59 @@ TEST(regions_cover_the_mapping_in_pieces_of_at_most_one_gib) {
   CHECK_EQUAL(regions[2].second, page_bytes());
   CHECK(regions[1].first == regions[0].first + gib);
   CHECK_EQUAL(reinterpret_cast<std::uintptr_t>(regions[0].first) % (2U << 20), 0U);
+}
+
+// What is locked cannot be reclaimed: the rest of the arena works all the same.
+TEST(no_more_is_locked_than_there_is_room_for) {
+  MappingOptions options;
+  options.pin.region_bytes = 2 * page_bytes();
+  options.pin.lockable_bytes = 3 * page_bytes();
+  const auto arena = PinnedArena::create(5 * page_bytes(), options);
+  const auto regions = arena->pinned_regions();
+  CHECK_EQUAL(regions.size(), 3U);
+  CHECK_EQUAL(regions[1].locked_bytes, 0U);
+  CHECK(regions[1].rung() == Rung::kPageable);
+  CHECK_EQUAL(regions[1].refusals.size(), 1U);
+  CHECK(regions[1].reason().find("has room for " + grouped(page_bytes())) != std::string::npos ||
+        regions[0].locked_bytes == 0);
+  CHECK(arena->rung() == Rung::kPageable);
+  CHECK_EQUAL(arena->pinning_reason(),
+              regions[0].locked_bytes == 0 ? regions[0].reason() : regions[1].reason());
+  std::memset(arena->allocate(5 * page_bytes(), "all")->data(), 1, 5 * page_bytes());
+}
+
+TEST(the_lowest_rung_is_the_arenas_and_a_registration_bars_closing) {
+  MappingOptions options;
+  options.pin.mode = PinMode::kNone;
+  options.pin.region_bytes = page_bytes();
+  const auto arena = PinnedArena::create(2 * page_bytes(), options);
+  arena->note_registered(0, "runtime");
+  CHECK(arena->rung() == Rung::kPageable);
+  CHECK_EQUAL(arena->pinning_reason(), "not asked for");
+  arena->note_registered(1, "runtime");
+  CHECK(arena->rung() == Rung::kDevice);
+  CHECK_EQUAL(arena->pinning_reason(), "");
+  CHECK_THROWS(arena->note_registered(1, "other"), std::logic_error, "by runtime already");
+  CHECK_THROWS(arena->close(), std::logic_error, "undo that first");
+  arena->note_unregistered(0);
+  arena->note_unregistered(1);
+  CHECK_THROWS(arena->note_unregistered(1), std::logic_error, "not registered elsewhere");
+  arena->close();
+  CHECK_THROWS(arena->note_registered(0, "late"), std::logic_error, "closed");
+}
+
+TEST(pages_may_be_larger_than_the_systems) {
+  MappingOptions options;
+  options.pin.mode = PinMode::kNone;
+  options.page_bytes = 65536;
+  const auto arena = PinnedArena::create(65536 + 1, options);
+  CHECK_EQUAL(arena->capacity_bytes(), 2U * 65536U);
+  const auto first = arena->allocate(1, "a");
+  const auto second = arena->allocate(65536, "b");
+  CHECK(second->data() == first->data() + 65536);
+  CHECK_THROWS(arena->allocate(1, "c"), ArenaFull, "0 free");
+  options.page_bytes = 3 * 65536;
+  CHECK_THROWS(PinnedArena::create(1, options), std::invalid_argument, "power of two");
 }
 
 TEST(release_is_refused_while_a_reader_lives) {
