@@ -18,7 +18,7 @@ from memascend_jax.data.batches import BatchOrder, steps_of_epochs
 from memascend_jax.data.dataset import Dataset
 from memascend_jax.errors import StoppedError
 from memascend_jax.memory.allocator import limit_heap_growth, trim_heap
-from memascend_jax.memory.meter import Meter
+from memascend_jax.memory.meter import Meter, take_sample
 from memascend_jax.observe.failure import say_at_once
 from memascend_jax.observe.meter_log import MeterLog
 from memascend_jax.observe.metrics import MetricsFile, read_lines
@@ -40,6 +40,7 @@ from memascend_jax.training.plan import RunPlan
 from memascend_jax.training.precompile import precompile_apart
 from memascend_jax.training.run_state import RunState
 from memascend_jax.training.stop import StopRequest
+from memascend_jax.units import format_bytes
 
 _SAMPLE_TOKENS = 32
 #: Held-out sequences whose activations are held at once in an evaluation.
@@ -231,10 +232,13 @@ def _train(job: Run, session: Session, trainer: Trainer, stop: StopRequest) -> N
         train.micro_batch_size,
     )
     job.folder.write_status("running", job.state.step, job.total_steps)
+    if _evaluation_is_missing(job):
+        job.state = _evaluated(job, session, job.state)
     with job.screen.training(job.total_steps, job.state.step) as on_line:
         job.state = trainer.train(
             job.state, data, job.total_steps, stop, on_line, lambda state: _after_step(job, session, state)
         )
+    trim_heap()
     _commit(job, session, eval_loss_after=_held_out_loss(job, session), answers_after=_answers(job, session))
 
 
@@ -243,14 +247,24 @@ def _after_step(job: Run, session: Session, state: RunState) -> RunState:
     job.folder.write_status("running", state.step, job.total_steps)
     if state.step == 1:
         trim_heap()
-    every = job.config.train.eval_every
-    if every and state.step % every == 0 and state.step < job.total_steps:
-        loss = _held_out_loss(job, session)
-        job.screen.say(f"step {state.step}: held-out loss {loss:.4f}")
-        session.clock.lap()
-        losses = [*state.results.get("eval_losses", []), [state.step, loss]]
-        job.state = state = state.with_results(eval_losses=losses)
+    if _evaluation_is_missing(job):
+        job.state = state = _evaluated(job, session, state)
     return state
+
+
+def _evaluation_is_missing(job: Run) -> bool:
+    """Whether the evaluation after the last step is due; it is not committed with the step, so a crash loses it."""
+    every, step = job.config.train.eval_every, job.state.step
+    due = bool(every) and 0 < step < job.total_steps and step % every == 0
+    return due and step not in (known for known, _ in job.state.results.get("eval_losses", []))
+
+
+def _evaluated(job: Run, session: Session, state: RunState) -> RunState:
+    loss = _held_out_loss(job, session)
+    job.screen.say(f"step {state.step}: held-out loss {loss:.4f}")
+    session.clock.lap()
+    losses = [*state.results.get("eval_losses", []), [state.step, loss]]
+    return state.with_results(eval_losses=losses)
 
 
 def _held_out_loss(job: Run, session: Session) -> float | None:
@@ -289,10 +303,23 @@ def _save(job: Run, session: Session) -> None:
         job.plan,
         read_lines(job.folder.metrics),
         read_lines(job.folder.metrics, drain=True),
+        take_sample().peak_rss_bytes,
     )
     job.folder.write_summary(summary)
     _commit(job, session, finished=True)
+    _check_budget(job)
     job.screen.show_summary(summary, _sample_rows(job))
+
+
+def _check_budget(job: Run) -> None:
+    """Says so when the process took more memory than it was given."""
+    peak, budget = take_sample().peak_rss_bytes, job.plan.memory.budget_bytes
+    if peak > budget:
+        job.screen.say(
+            f"warning: the process took {format_bytes(peak)} of host memory, more than the {format_bytes(budget)} of "
+            "its budget: the plan was too optimistic. Give it a larger offload.host_memory, or less where it must not "
+            "take more"
+        )
 
 
 def _export(job: Run, session: Session) -> None:

@@ -15,12 +15,20 @@ _SPLIT = ("step_seconds", *SPANS, "compute")
 
 
 def summarise(
-    state: RunState, plan: RunPlan, lines: Sequence[dict[str, Any]], drains: Sequence[dict[str, Any]]
+    state: RunState,
+    plan: RunPlan,
+    lines: Sequence[dict[str, Any]],
+    drains: Sequence[dict[str, Any]],
+    peak_bytes: int,
 ) -> dict[str, Any]:
     """Returns the contents of ``summary.json`` from the lines of the steps and of the last update.
 
-    Times and bytes per step are medians over all steps but the first, which compiles; peaks are over the run.
+    Times and bytes per step are medians over all steps but the first, which compiles and has no update beside it.
+
+    Args:
+        peak_bytes: the highest resident memory of this process; a resumed run's earlier ones are in ``lines``.
     """
+    moved = {name: _per_step(name, lines, drains) for name in ("ssd_read_bytes", "ssd_write_bytes")}
     steady = lines[1:] or lines
     last = lines[-1]
     split = {name: round(statistics.median(line[name] for line in steady), 6) for name in _SPLIT}
@@ -47,13 +55,20 @@ def summarise(
         **split,
         "ssd_read_bytes": sum(line["ssd_read_bytes"] for line in (*lines, *drains)),
         "ssd_write_bytes": sum(line["ssd_write_bytes"] for line in (*lines, *drains)),
-        "ssd_read_bytes_per_step": round(statistics.median(line["ssd_read_bytes"] for line in steady)),
-        "ssd_write_bytes_per_step": round(statistics.median(line["ssd_write_bytes"] for line in steady)),
+        "ssd_read_bytes_per_step": moved["ssd_read_bytes"],
+        "ssd_write_bytes_per_step": moved["ssd_write_bytes"],
         "planned_ssd_read_bytes_per_step": plan.ssd_read_bytes_per_step,
         "planned_ssd_write_bytes_per_step": plan.ssd_write_bytes_per_step,
         "host_rss_bytes": last["host_rss_bytes"],
-        "host_peak_bytes": max(line["host_peak_bytes"] for line in lines),
+        "host_peak_bytes": max(peak_bytes, *(line["host_peak_bytes"] for line in lines)),
         "planned_host_bytes": last["planned_host_bytes"],
         "pinned_bytes": last["pinned_bytes"],
         "device_peak_bytes": last["device_peak_bytes"],
     }
+
+
+def _per_step(name: str, lines: Sequence[dict[str, Any]], drains: Sequence[dict[str, Any]]) -> int:
+    """The bytes of a step with its update: a run of a single step has it in the closing line."""
+    if len(lines) == 1:
+        return int(sum(line[name] for line in (*lines, *drains)))
+    return int(statistics.median(int(line[name]) for line in lines[1:]))

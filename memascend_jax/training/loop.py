@@ -97,6 +97,8 @@ class Trainer:
         self._counted = self.placement.io_bytes()
         while state.step < total_steps:
             if stop.requested:
+                # What came after the last commit, such as an evaluation, is kept too.
+                self.placement.begin_commit(state.encode())
                 self._drain(state.step)
                 raise StoppedError(f"stopped by {stop.signal_name} after step {state.step} of {total_steps}")
             step = state.step + 1
@@ -124,12 +126,14 @@ class Trainer:
     def _drain(self, step: int) -> None:
         """Waits until ``step`` is committed; its update has a line of its own, for no step follows."""
         self.placement.finish_commit()
-        self._metrics.write({"step": step, "drain": True, **self._clock.lap(), **self._moved_bytes()})
+        self._metrics.write(
+            {"step": step, "drain": True, **self._clock.lap(), **self._moved_bytes(self.placement.io_bytes())}
+        )
 
-    def _moved_bytes(self) -> dict[str, int]:
-        """The bytes moved since the last call."""
-        (read_before, written_before), self._counted = self._counted, self.placement.io_bytes()
-        read, written = self._counted
+    def _moved_bytes(self, counted: tuple[int, int]) -> dict[str, int]:
+        """The bytes moved from what the last call was given to ``counted``."""
+        (read_before, written_before), self._counted = self._counted, counted
+        read, written = counted
         return {"ssd_read_bytes": read - read_before, "ssd_write_bytes": written - written_before}
 
     def _line(self, result: StepResult) -> Line:
@@ -143,7 +147,7 @@ class Trainer:
             "skipped_steps": 0,
             "tokens": result.tokens,
             **self._clock.lap(),
-            **self._moved_bytes(),
+            **self._moved_bytes(result.io_bytes),
             "host_rss_bytes": memory.rss_bytes,
             "host_peak_bytes": memory.peak_rss_bytes,
             **self._fixed,

@@ -25,6 +25,8 @@ class StepResult:
         loss: mean over the trained tokens, before the update.
         grad_norm: global norm of the rounded gradients before clipping.
         tokens: trained tokens.
+        io_bytes: read from and written to SSD before the update of this step began, of which a reading ahead would
+            otherwise count here or there by chance.
     """
 
     step: int
@@ -32,6 +34,7 @@ class StepResult:
     learning_rate: float
     grad_norm: float
     tokens: int
+    io_bytes: tuple[int, int]
 
 
 class TrainStep:
@@ -81,6 +84,7 @@ class TrainStep:
             )
         norm = gradients.global_norm()
         scale = UpdateScale(step, learning_rate, clip_scale(norm, self._clip_norm))
+        moved = self._updater.io_bytes()
         self._updater.begin(gradients, scale, rows.ahead)
         tokens = sum(int(micro_batch.weights.sum()) for micro_batch in micro_batches)
-        return StepResult(step, loss, learning_rate, norm, tokens)
+        return StepResult(step, loss, learning_rate, norm, tokens, moved)

@@ -55,6 +55,10 @@ class Updater:
         self._hyper = hyper
         self._weight_decay = weight_decay
 
+    def io_bytes(self) -> tuple[int, int]:
+        """Returns the bytes read from and written to SSD up to now."""
+        return self._placement.io_bytes()
+
     def begin_early(self, scale: UpdateScale) -> None:
         """Starts the update in the backward: a layer is updated as soon as its gradients are there."""
         self._placement.begin_early_update(self._tile_update(None, scale))
