@@ -130,12 +130,15 @@ def _inspect(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     from memascend_jax.errors import StoreError
+    from memascend_jax.storage.store_errors import dirty_store
     from memascend_jax.storage.tensor_store import TensorStore
 
     with TensorStore.open(options.paths, read_only=True, direct_io="optional") as store:
         report, generation = store.verify(), store.generation
+        dirty = dirty_store(store.paths, generation, store.run_state) if store.dirty else None
     facts = {
         "generation": generation,
+        "dirty": dirty is not None,
         "tensors": report.tensors,
         "tiles": report.tiles,
         "bytes": report.bytes,
@@ -149,6 +152,8 @@ def _verify(options: argparse.Namespace) -> int:
         print_tables(verify_table(facts))
         for fault in report.faults:
             sys.stderr.write(f"memascend: {fault}\n")
+    if dirty is not None:
+        raise dirty
     return StoreError.exit_code if report.faults else 0
 
 

@@ -24,6 +24,9 @@ def store_tables(facts: Mapping[str, Any]) -> list[Table]:
 def verify_table(facts: Mapping[str, Any]) -> Table:
     """Returns what a check has read and how many faults it found."""
     faults = len(facts["faults"])
+    result = [counted(faults, "fault", "faults")] if faults else []
+    if facts["dirty"]:
+        result.append("overwritten in place after the last commit")
     return _pairs(
         "verified",
         [
@@ -31,7 +34,7 @@ def verify_table(facts: Mapping[str, Any]) -> Table:
             ("tensors", f"{facts['tensors']:,}"),
             ("tiles", f"{facts['tiles']:,}"),
             ("read", format_bytes(facts["bytes"])),
-            ("result", counted(faults, "fault", "faults") if faults else "every checksum matches"),
+            ("result", ", ".join(result) or "every checksum matches"),
         ],
     )
 

@@ -127,8 +127,6 @@ def _begin(job: Run) -> None:
     job.folder.prepare(job.config, job.plan.to_json(), job.state.step, job.total_steps)
     job.screen.show_plan(job.plan.rows())
     job.screen.show_data(job.data, job.model.coder)
-    if job.resumed:
-        job.screen.say(f"going on from step {job.state.step} of {job.total_steps}")
 
 
 def _show_again(job: Run) -> None:
@@ -174,7 +172,10 @@ def _set_up(job: Run, stack: ExitStack) -> tuple[Session, Trainer]:
         job.screen.say(
             f"store: {store.io_backend}, {'direct' if store.direct else 'buffered'} I/O {store.io_reason}"
         )
+    if job.resumed:
+        job.screen.say(f"going on from step {job.state.step} of {job.total_steps}")
     session = stack.enter_context(open_session(job.config, job.plan, arena, store, job.total_steps))
+    job.screen.say(arena.describe())
     meter.use_gauges(build_gauges(session))
     stack.callback(meter.use_gauges, dict)
     metrics = stack.enter_context(MetricsFile(job.folder.metrics, job.state.metrics_bytes))

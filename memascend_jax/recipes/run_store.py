@@ -11,6 +11,7 @@ from memascend_jax.errors import ConfigError, StoreError
 from memascend_jax.memory.arena import PinnedArena
 from memascend_jax.storage.device import resolve_paths
 from memascend_jax.storage.formatting import is_member
+from memascend_jax.storage.store_errors import dirty_store
 from memascend_jax.storage.tensor_store import TensorStore
 from memascend_jax.training.plan import BOUNCE_BYTES, RunPlan
 from memascend_jax.training.run_state import RunState
@@ -28,6 +29,7 @@ def find_run(config: Config) -> Found | None:
     """Returns the run that the configured store holds, or None when there is nothing to go on with.
 
     Raises:
+        DirtyStoreError: its last run ended while it was overwritten in place.
         StoreError: a store is there but ``run.resume`` forbids to use it, none is there but one is required, or it
             holds something else.
         ConfigError: the store's run was started with other settings that change the training.
@@ -42,7 +44,7 @@ def find_run(config: Config) -> Found | None:
             raise StoreError(f"run.resume=required, but there is no store at {', '.join(paths)}")
         return None
     with TensorStore.open(paths, read_only=True, direct_io=config.offload.direct_io) as store:
-        generation, data = store.generation, store.run_state
+        generation, data, dirty = store.generation, store.run_state, store.dirty
     if not data and generation == 0:
         # Created, but interrupted before its first commit: nothing is lost by starting over.
         return None
@@ -56,6 +58,8 @@ def find_run(config: Config) -> Found | None:
             f"there is a run in the store {', '.join(paths)} and run.resume=never; nothing was changed. Choose "
             f"another offload.store or run.dir, or remove the run: memascend store wipe {' '.join(paths)}"
         )
+    if dirty:
+        raise dirty_store(paths, generation, data)
     found = Found(RunState.decode(data, ", ".join(paths)), generation)
     _check_unchanged(config, found.state, paths)
     return found

@@ -11,6 +11,7 @@ from memascend_jax.checkpoints.export import export_huggingface
 from memascend_jax.config import Config
 from memascend_jax.models.shapes import tensor_shapes
 from memascend_jax.recipes.inputs import open_model
+from memascend_jax.storage.store_errors import dirty_store
 from memascend_jax.storage.tensor_store import TensorStore
 from memascend_jax.training.run_state import RunState
 
@@ -22,12 +23,14 @@ def export_store(paths: Sequence[str], out: Path) -> dict[str, Any]:
         ``path`` of the folder, ``step`` and ``generation`` that it holds.
 
     Raises:
-        StoreError: there is no store, or it holds no run.
+        StoreError: there is no store, it holds no run, or no single step: it was being overwritten in place.
         DataError: the model that the run started from is gone; its tokenizer and configuration are needed.
         ConfigError: ``out`` exists or cannot be made.
         OSError: the disk is full or fails.
     """
     with TensorStore.open(list(paths), read_only=True, direct_io="optional") as store:
+        if store.dirty:
+            raise dirty_store(store.paths, store.generation, store.run_state)
         state = RunState.decode(store.run_state, ", ".join(paths))
         model = open_model(Config.model_validate(state.config))
         try:

@@ -90,6 +90,7 @@ class Committer:
     def loaded(self, catalog: Catalog) -> None:
         """Takes over the generation that the table was loaded from."""
         self.generation, self.run_state, self.dirty = catalog.generation, catalog.run_state, catalog.dirty
+        self._io.found_dirty = catalog.dirty
         self._written_before = catalog.bytes_written
         self._raw = self._encode(catalog.generation, catalog.run_state)
 

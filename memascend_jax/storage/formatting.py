@@ -278,8 +278,8 @@ def _read_superblock(member: Member) -> Superblock:
     if not valid:
         if has_superblock(member.path):
             raise StoreError(
-                f"cannot open '{member.path}': both copies of its superblock are damaged; restore the store from "
-                "a checkpoint into a new one"
+                f"cannot open '{member.path}': both copies of its superblock are damaged; the store is lost, "
+                "make a new one"
             )
         raise StoreError(f"cannot open '{member.path}': it is not a memascend store; check the path")
     if not all(superblock.ready for superblock in valid):
@@ -289,7 +289,7 @@ def _read_superblock(member: Member) -> Superblock:
     if any(superblock != valid[0] for superblock in valid):
         raise StoreError(
             f"cannot open '{member.path}': the two copies of its superblock differ; it was written by two stores, "
-            "restore it from a checkpoint into a new one"
+            "and neither is whole; make a new one"
         )
     return valid[0]
 

@@ -13,7 +13,7 @@ from memascend_jax.storage.bounce import Bounce
 from memascend_jax.storage.commit import Committer
 from memascend_jax.storage.recovery import choose_generation
 from memascend_jax.storage.space import Space
-from memascend_jax.storage.store_errors import DirtyStoreError
+from memascend_jax.storage.store_errors import dirty_store
 from memascend_jax.storage.tile_table import TileTable
 from memascend_jax.storage.verify import verify_tensors
 from memascend_jax.storage.volume import Volume
@@ -66,13 +66,8 @@ def check_and_repair(
         StoreError: tiles that do not match their checksums.
     """
     if committer.dirty:
-        generation = committer.generation - 1
-        raise DirtyStoreError(
-            f"cannot resume from store '{volume.path}': it was being overwritten in place after generation "
-            f"{generation:,} when the last run ended, so its data is of no single step; restore the last "
-            "checkpoint into a new store, or use durability 'step'",
-            generation,
-            committer.run_state,
+        raise dirty_store(
+            [member.path for member in volume.members], committer.generation, committer.run_state
         )
     if not recovered.trusted or (check_after_crash and not recovered.closed):
         _check_all_tiles(volume, table, committer.generation, bounce, recovered.trusted)
@@ -113,6 +108,6 @@ def _check_all_tiles(
         why = "" if trusted else ", and the catalog that would hold a newer one is damaged"
         raise StoreError(
             f"cannot open store '{volume.path}' at generation {generation:,}: {len(report.faults):,} of "
-            f"{report.tiles:,} tiles do not match their checksums{why}; first: {report.faults[0]}; restore the last "
-            "checkpoint into a new store"
+            f"{report.tiles:,} tiles do not match their checksums{why}; first: {report.faults[0]}; remove the store "
+            f"and start again: memascend store wipe {' '.join(member.path for member in volume.members)}"
         )

@@ -12,6 +12,7 @@ from memascend_jax.errors import StoreError
 from memascend_jax.storage.batch import Span
 from memascend_jax.storage.checksum import crc32c_many, unit_pieces
 from memascend_jax.storage.layout import Int64Array
+from memascend_jax.storage.store_errors import OVERWRITTEN
 from memascend_jax.storage.tile_table import StoredTensor
 
 #: (tensor, where each piece lies, its bytes, its checksum).
@@ -57,12 +58,18 @@ def tiles_of(tensor: StoredTensor, units: Int64Array) -> Int64Array:
     return units * (layout.unit_bytes or layout.block_bytes) // layout.tile_bytes
 
 
-def mismatch(checks: Iterable[Check], path: str) -> StoreError | None:
-    """Returns the error when memory does not have the checksums of ``checks``, else None."""
+def mismatch(checks: Iterable[Check], path: str, overwritten: bool) -> StoreError | None:
+    """Returns the error when memory does not have the checksums of ``checks``, else None.
+
+    ``overwritten``: the store was found dirty, so that its last run, not the disk, is to blame.
+    """
     for tensor, addresses, lengths, expected in checks:
         if not np.array_equal(crc32c_many(addresses, lengths), expected):
-            return StoreError(
-                f"tensor '{tensor.name}' in store '{path}' does not match its checksum: the disk returned other "
-                "data than was written; run verify, and restore from a checkpoint"
+            why = (
+                f"the store {OVERWRITTEN}"
+                if overwritten
+                else "the disk returned other data than was written; find all of the damage with memascend store "
+                "verify, then remove the store and start again"
             )
+            return StoreError(f"tensor '{tensor.name}' in store '{path}' does not match its checksum: {why}")
     return None

@@ -44,8 +44,8 @@ def choose_generation(slots: Sequence[Slot], path: str) -> Choice:
     found = [slot.catalog for slot in slots if slot.catalog is not None]
     if not found:
         raise StoreError(
-            f"cannot open '{path}': none of its {len(slots)} catalog copies is readable; the store is lost, "
-            "restore it from a checkpoint into a new one"
+            f"cannot open '{path}': none of its {len(slots)} catalog copies is readable; the store is lost; "
+            f"remove it and start again: memascend store wipe {path}"
         )
     best = max(found, key=lambda catalog: catalog.generation)
     if any(other.generation == best.generation and other.identity != best.identity for other in found):

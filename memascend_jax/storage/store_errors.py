@@ -5,8 +5,12 @@ from __future__ import annotations
 
 import errno as errno_names
 import os
+from collections.abc import Sequence
 
 from memascend_jax.errors import StoreError
+
+#: What happened to a dirty store, after its name.
+OVERWRITTEN = "was being overwritten in place when its last run ended, so it holds a mixture of two steps"
 
 
 class StoreIOError(StoreError, OSError):
@@ -37,6 +41,22 @@ class DirtyStoreError(StoreError):
         super().__init__(message)
         self.generation = generation
         self.run_state = run_state
+
+
+def dirty_store(paths: Sequence[str], generation: int, run_state: bytes) -> DirtyStoreError:
+    """Returns the error for a store that is dirty.
+
+    Args:
+        paths: its members, as a user gives them to a command.
+        generation: the number of the dirty mark, one more than that of the last commit.
+        run_state: that of the last commit.
+    """
+    return DirtyStoreError(
+        f"store '{', '.join(paths)}' {OVERWRITTEN} (last commit: generation {generation - 1:,}). Remove it: memascend "
+        f"store wipe {' '.join(paths)}; then start again, with offload.durability=step where a crash must lose nothing",
+        generation - 1,
+        run_state,
+    )
 
 
 def errno_text(code: int) -> str:

@@ -45,7 +45,7 @@ class Ticket:
         if self._error is None and self.checks:
             # Here, not in ``settle``: only the caller knows that the memory is still there.
             checks, self.checks = self.checks, []
-            self._error = mismatch(checks, self._io.volume.path)
+            self._error = mismatch(checks, self._io.volume.path, self._io.found_dirty)
         if self._error is not None:
             raise self._error
 

@@ -57,6 +57,8 @@ class TileIo:
         #: Why the store cannot be used, or written, any more.
         self.closed_reason: str | None = None
         self.write_refusal: str | None = None
+        #: Whether tiles had been overwritten in place without a commit when the store was opened.
+        self.found_dirty = False
         self._check_reads = check_reads
         self._serial = 0
         self._outstanding: dict[int, Ticket] = {}

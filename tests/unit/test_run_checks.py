@@ -7,17 +7,20 @@ import errno
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 from places import DEVICE_BYTES, BlockDevices
-from stores import mounted
+from stores import ANY_DISK, abandon, mounted, write
 
-from memascend_jax.config import Config, load_config
+from memascend_jax import cli
+from memascend_jax.config import Config, load_config, to_dict
 from memascend_jax.errors import ConfigError, StoreError
 from memascend_jax.recipes import llama_finetune
 from memascend_jax.recipes.planning import disk_free_bytes
 from memascend_jax.recipes.run_folder import RunFolder
 from memascend_jax.recipes.store_place import check_places
-from memascend_jax.storage.tensor_store import TensorStore
+from memascend_jax.storage.tensor_store import TensorSpec, TensorStore
+from memascend_jax.training.run_state import RunState
 
 
 def tiny(tmp_path: Path, *overrides: str) -> Config:
@@ -158,3 +161,37 @@ def test_export_of_something_else_is_not_overwritten(
     assert refuse(tmp_path, "offload.direct_io=optional") == 2
     assert "it holds export of something else" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["export"]
+
+
+def test_store_of_two_steps_is_refused_by_every_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "s"
+    state = RunState(4, to_dict(tiny(tmp_path)), 1 << 10)
+    store = TensorStore.create(
+        path,
+        specs=[TensorSpec("w", "float32", (2048,), tile_elements=1 << 10)],
+        durability="checkpoint",
+        **ANY_DISK,
+    )
+    values = np.arange(2048, dtype=np.float32)
+    store.write_elements("w", 0, values)
+    store.commit(state.encode())
+    # The very bytes that are there: no checksum tells.
+    write(store, "w", 0, values[:1024])
+    abandon(store)
+
+    assert refuse(tmp_path, f"offload.store=[{path}]", "offload.direct_io=optional") == 6
+    told = capsys.readouterr()
+    assert "mixture of two steps" in told.err
+    assert f"memascend store wipe {path}" in told.err
+    assert "offload.durability=step" in told.err
+    assert "going on" not in told.err
+    assert cli.main(["store", "verify", str(path)]) == 6
+    told = capsys.readouterr()
+    assert "overwritten in place" in told.out
+    assert "every checksum matches" not in told.out
+    assert "mixture of two steps" in told.err
+    assert cli.main(["export", str(path), "--out", str(tmp_path / "out")]) == 6
+    assert "mixture of two steps" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -305,7 +305,7 @@ def test_checkpoint_durability_takes_half_the_space_and_refuses_after_a_crash(pl
     write(store, "w", 1, values[:262144])
     abandon(store)
 
-    with pytest.raises(DirtyStoreError, match=r"overwritten in place after generation 3") as caught:
+    with pytest.raises(DirtyStoreError, match=r"overwritten in place .*generation 3") as caught:
         TensorStore.open(place, **ANY_DISK)
     assert (caught.value.generation, caught.value.run_state) == (generation, b"two")
     with TensorStore.open(place, read_only=True, **ANY_DISK) as store:
@@ -313,6 +313,12 @@ def test_checkpoint_durability_takes_half_the_space_and_refuses_after_a_crash(pl
         assert store.run_state == b"two"
         report = store.verify()
         assert [(fault.tensor, report.tiles) for fault in report.faults] == [("w", 4)]
+        np.testing.assert_array_equal(read(store, "w", 0, 1 << 18), values[: 1 << 18] + 1)
+    with TensorStore.open(place, read_only=True, check_reads=True, **ANY_DISK) as store:
+        np.testing.assert_array_equal(read(store, "w", 0, 1 << 18), values[: 1 << 18] + 1)
+        with pytest.raises(StoreError, match=r"'w' .* holds a mixture of two steps") as caught_read:
+            read(store, "w", 1 << 18, 1 << 18)
+        assert "disk returned" not in str(caught_read.value)
 
 
 def test_members_may_be_given_in_any_order(tmp_path: Path) -> None:
