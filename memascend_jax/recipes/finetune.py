@@ -29,7 +29,7 @@ from memascend_jax.recipes.gauges import build_gauges, meter_facts
 from memascend_jax.recipes.inputs import ModelSource, open_data, open_model
 from memascend_jax.recipes.planning import plan_config
 from memascend_jax.recipes.run_folder import RunFolder
-from memascend_jax.recipes.run_store import find_run, open_store
+from memascend_jax.recipes.run_store import durability_note, find_run, open_store
 from memascend_jax.recipes.run_summary import summarise
 from memascend_jax.recipes.session import Session, open_arena, open_session
 from memascend_jax.recipes.store_place import check_places
@@ -172,6 +172,9 @@ def _set_up(job: Run, stack: ExitStack) -> tuple[Session, Trainer]:
         job.screen.say(
             f"store: {store.io_backend}, {'direct' if store.direct else 'buffered'} I/O {store.io_reason}"
         )
+        note = durability_note(job.config, job.plan, store)
+        if note is not None:
+            job.screen.say(note)
     if job.resumed:
         job.screen.say(f"going on from step {job.state.step} of {job.total_steps}")
     session = stack.enter_context(open_session(job.config, job.plan, arena, store, job.total_steps))

@@ -12,9 +12,10 @@ from memascend_jax.memory.arena import PinnedArena
 from memascend_jax.storage.device import resolve_paths
 from memascend_jax.storage.formatting import is_member
 from memascend_jax.storage.store_errors import dirty_store
-from memascend_jax.storage.tensor_store import TensorStore
+from memascend_jax.storage.tensor_store import TensorStore, bytes_needed
 from memascend_jax.training.plan import BOUNCE_BYTES, RunPlan
 from memascend_jax.training.run_state import RunState
+from memascend_jax.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,19 @@ def _check_unchanged(config: Config, state: RunState, paths: list[str]) -> None:
             f"another run.dir or offload.store to start anew, or remove the run: memascend store wipe "
             f"{' '.join(paths)}"
         )
+
+
+def durability_note(config: Config, plan: RunPlan, store: TensorStore) -> str | None:
+    """Returns what the user must know of a durability that nobody asked for, or None."""
+    if config.offload.durability != "plan" or store.durability == "step":
+        return None
+    needed = bytes_needed(plan.specs, plan.scratch_bytes, "step")
+    more = needed - bytes_needed(plan.specs, plan.scratch_bytes, store.durability)
+    return (
+        "durability: checkpoint, as the disk is too small for step: a crash or power cut loses this run. "
+        f"offload.durability=step would lose nothing; its store takes {format_bytes(needed)}, "
+        f"{format_bytes(more)} more than this one"
+    )
 
 
 def open_store(config: Config, plan: RunPlan, arena: PinnedArena, *, resumed: bool) -> TensorStore:

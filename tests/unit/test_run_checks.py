@@ -16,11 +16,14 @@ from memascend_jax import cli
 from memascend_jax.config import Config, load_config, to_dict
 from memascend_jax.errors import ConfigError, StoreError
 from memascend_jax.recipes import llama_finetune
-from memascend_jax.recipes.planning import disk_free_bytes
+from memascend_jax.recipes.planning import disk_free_bytes, plan_from_config
 from memascend_jax.recipes.run_folder import RunFolder
+from memascend_jax.recipes.run_store import durability_note
 from memascend_jax.recipes.store_place import check_places
-from memascend_jax.storage.tensor_store import TensorSpec, TensorStore
+from memascend_jax.storage.superblock import Durability
+from memascend_jax.storage.tensor_store import TensorSpec, TensorStore, bytes_needed
 from memascend_jax.training.run_state import RunState
+from memascend_jax.units import format_bytes
 
 
 def tiny(tmp_path: Path, *overrides: str) -> Config:
@@ -195,3 +198,21 @@ def test_store_of_two_steps_is_refused_by_every_command(
     assert cli.main(["export", str(path), "--out", str(tmp_path / "out")]) == 6
     assert "mixture of two steps" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("asked", "got", "is_told"),
+    [("plan", "checkpoint", True), ("plan", "step", False), ("checkpoint", "checkpoint", False)],
+)
+def test_durability_that_the_small_disk_chose_is_told_with_the_room_for_the_better_one(
+    tmp_path: Path, asked: str, got: Durability, is_told: bool
+) -> None:
+    config = tiny(tmp_path, f"offload.durability={asked}")
+    plan = plan_from_config(config)
+    step, checkpoint = (bytes_needed(plan.specs, plan.scratch_bytes, kind) for kind in ("step", "checkpoint"))
+    with TensorStore.create(tmp_path / "s", capacity="1MiB", durability=got, **ANY_DISK) as store:
+        note = durability_note(config, plan, store)
+    assert (note is not None) == is_told
+    if note is not None:
+        assert "a crash or power cut loses this run" in note
+        assert f"takes {format_bytes(step)}, {format_bytes(step - checkpoint)} more" in note
