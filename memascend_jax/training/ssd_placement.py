@@ -169,10 +169,12 @@ class SsdPlacement:
         return self._store.read_elements(tensor, start, n_elements)
 
     def begin_commit(self, run_state: bytes) -> None:
+        if self._committing is not None and not self._committing.done():
+            # Two commits without an update between them: the first one's update has no reader to wait for.
+            self.finish_commit()
         committing, self._committing = self._committing, None
         if committing is not None:
-            with self._clock.span("commit"):
-                committing.result()
+            committing.result()
         # Behind the update on its thread, and beside the next step: the disk's flush takes long.
         self._committing = self._thread.submit(self._commit, self._updating, run_state)
 

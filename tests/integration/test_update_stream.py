@@ -143,3 +143,12 @@ def test_a_nonfinite_gradient_leaves_the_step_before(tmp_path, monkeypatch, mode
     state, tensors = read_all(tmp_path)
     assert state == b"1"
     assert all(tensors[name] == value for name, value in committed.items())
+
+
+def test_two_commits_in_a_row_wait_for_the_update_between_them(tmp_path):
+    with streamed_run(tmp_path) as run:
+        train_step(run, 1)
+        run.session.placement.begin_commit(b"1")
+        run.session.placement.begin_commit(b"1 and what was found out since")
+        run.session.placement.finish_commit()
+    assert read_all(tmp_path)[0] == b"1 and what was found out since"
