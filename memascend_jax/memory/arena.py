@@ -6,12 +6,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memascend_jax._native import _core
-from memascend_jax._native._core import Slot
+from memascend_jax._native._core import Slot, page_bytes
 from memascend_jax.memory.huge_pages import huge_page_bytes
 from memascend_jax.memory.meter import available_memory_bytes
 from memascend_jax.units import format_bytes
 
-__all__ = ["ArenaStatistics", "PinnedArena", "Refusal", "Slot"]
+__all__ = ["ArenaStatistics", "PinnedArena", "Refusal", "Slot", "page_bytes"]
 
 _RUNGS = ("device", "mlock", "pageable")
 _HUGE_PAGE_BYTES = 2 << 20

@@ -8,8 +8,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from memascend_jax.config import Config
-from memascend_jax.memory.arena import PinnedArena
+from memascend_jax.memory.arena import PinnedArena, page_bytes
 from memascend_jax.memory.pool import SlotPool
+from memascend_jax.memory.rounding import exact_bytes
 from memascend_jax.models.llama import LlamaStages
 from memascend_jax.observe import trace
 from memascend_jax.observe.step_clock import StepClock
@@ -45,10 +46,16 @@ class Session:
 @contextmanager
 def open_arena(plan: RunPlan) -> Iterator[PinnedArena]:
     """Yields the arena of exactly the planned bytes; closed at the end unless the run failed."""
-    arena = PinnedArena(plan.arena_bytes)
+    arena = PinnedArena(arena_capacity(plan, page_bytes()))
     # After a failure slots may be leased or read still; the process ends with them, and the failure is what counts.
     yield arena
     arena.close()
+
+
+def arena_capacity(plan: RunPlan, page: int) -> int:
+    """Returns the bytes of an arena with pages of ``page`` bytes: the plan's, which counts in disk blocks, or more."""
+    sizes = [size.nbytes for size in plan.size_classes.values() for _ in range(size.count)]
+    return plan.arena_bytes - sum(sizes) + exact_bytes(sizes, page)
 
 
 @contextmanager
@@ -60,7 +67,7 @@ def open_session(
 
     clock = StepClock()
     pool = SlotPool(arena, plan.size_classes)
-    transfer = make_transfer(jax.local_devices()[0])
+    transfer = make_transfer(jax.local_devices()[0], arena)
     placement = _build_placement(plan, store, pool, transfer, clock)
     rows = RowsAhead(placement)
     inputs = make_inputs(plan.spilled_bytes, store, pool, transfer, clock)
@@ -80,6 +87,7 @@ def open_session(
         raise
     placement.close()
     pool.close()
+    transfer.close()
 
 
 def _build_placement(

@@ -11,6 +11,8 @@ from memascend_jax.memory.lease import Lease
 if TYPE_CHECKING:
     import jax
 
+    from memascend_jax.memory.arena import PinnedArena
+
 __all__ = ["Transfer", "make_transfer"]
 
 
@@ -34,13 +36,21 @@ class Transfer(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """Lets go of what was set up with the device, when nothing is being moved; before the arena is closed."""
+        ...
 
-def make_transfer(device: jax.Device) -> Transfer:
-    """Returns the transfer for the device's platform: aliases on CPU, copies elsewhere."""
+
+def make_transfer(device: jax.Device, arena: PinnedArena | None = None) -> Transfer:
+    """Returns the transfer for the device's platform: aliases on CPU, copies elsewhere.
+
+    Args:
+        arena: registered with a device that has memory of its own, so that its slots are copied by DMA.
+    """
     if device.platform == "cpu":
         from memascend_jax.transfer.cpu import CpuTransfer
 
         return CpuTransfer(device)
     from memascend_jax.transfer.device import DeviceTransfer
 
-    return DeviceTransfer(device)
+    return DeviceTransfer(device, arena)

@@ -49,6 +49,7 @@ class StandIn:
             text=True,
             check=False,
             cwd=ROOT,
+            timeout=100,
         )
         assert done.returncode == 0, done.stderr
         return done.stdout

@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from stand_in import ROOT, StandIn, build_stand_in
 
 from memascend_jax._native import _core
 from memascend_jax.memory.arena import PinnedArena, Refusal
 from memascend_jax.memory.huge_pages import huge_page_bytes
 from memascend_jax.units import MIB
-from tests.support.stand_in import ROOT, StandIn, build_stand_in
 
 REGION = 4 * MIB
 
