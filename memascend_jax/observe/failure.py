@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import os
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from memascend_jax.errors import MemascendError
+from memascend_jax.errors import MemascendError, StoreError
 
 INTERRUPTED = 130
 #: For the help of every program.
@@ -38,12 +41,20 @@ def exit_status(call: Callable[[], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
+        if is_disk_full(error):
+            _say(_disk_full(error))
+            return StoreError.exit_code
         _say(str(error))
         logger.debug("failed", exc_info=error)
         return 1
     except KeyboardInterrupt:
         _say("interrupted")
         return INTERRUPTED
+
+
+def is_disk_full(error: OSError) -> bool:
+    """Returns whether ``error`` is of a disk, or a user's share of it, that has no room left."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def run_program(main: Callable[[], int]) -> NoReturn:
@@ -125,6 +136,21 @@ def _ignore_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
+def _disk_full(error: OSError) -> str:
+    what, where = error.strerror or str(error), ""
+    if isinstance(error.filename, str):
+        what += f": '{error.filename}'"
+        with contextlib.suppress(OSError):
+            disk = os.statvfs(Path(error.filename).parent)
+            where = f" ({disk.f_bavail * disk.f_frsize:,} bytes are free there)"
+    return (
+        f"{what}{where}; free space, then give the same command again: a run on SSD goes on from its last "
+        "committed step"
+    )
+
+
 def _say(message: str) -> None:
-    sys.stderr.write(f"memascend: {message}\n")
-    sys.stderr.flush()
+    # What is redirected to a full disk is lost, but not the exit status.
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"memascend: {message}\n")
+        sys.stderr.flush()

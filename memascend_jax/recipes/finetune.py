@@ -82,13 +82,15 @@ def run(config: Config) -> int:
             _train(job, session, trainer, stop)
             _save(job, session)
         except StoppedError as error:
-            job.folder.write_status("stopped", job.state.step, job.total_steps, str(error))
+            job.folder.write_last_status("stopped", job.state.step, job.total_steps, str(error))
             raise StoppedError(f"{error}; {_how_to_go_on(job)}") from None
         except BaseException as error:
-            why = "interrupted twice" if isinstance(error, KeyboardInterrupt) else str(error) or repr(error)
-            job.folder.write_status("failed", job.state.step, job.total_steps, why)
+            state, why = "failed", str(error) or repr(error)
+            if isinstance(error, KeyboardInterrupt):
+                state, why = "interrupted", _how_to_go_on(job)
+            job.folder.write_last_status(state, job.state.step, job.total_steps, why)
             raise
-        job.folder.write_status("done", job.state.step, job.total_steps)
+        job.folder.write_last_status("done", job.state.step, job.total_steps)
     return 0
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -11,6 +12,7 @@ from typing import Any
 
 from memascend_jax.config import Config, to_yaml
 from memascend_jax.errors import ConfigError
+from memascend_jax.observe.failure import is_disk_full
 from memascend_jax.observe.process import this_process
 
 
@@ -54,14 +56,17 @@ class RunFolder:
 
         Raises:
             ConfigError: the folder cannot be written.
+            OSError: its disk is full.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             # The status first: it tells a later start that the other files are a run's.
             self.write_status("starting", step, total_steps)
             self._write("config.yaml", to_yaml(config))
-            self._write_json("plan.json", plan)
+            self._write("plan.json", _json_text(plan))
         except OSError as error:
+            if is_disk_full(error):
+                raise
             raise self._unwritable(error.strerror or str(error)) from error
 
     @property
@@ -84,21 +89,28 @@ class RunFolder:
         return self.path / ("trace.json.gz" if compressed else "trace.json")
 
     def write_status(self, state: str, step: int, total_steps: int, message: str = "") -> None:
-        """Says what the run is doing: ``starting``, ``running``, ``stopped``, ``failed`` or ``done``."""
-        self._write_json(
-            "status.json",
-            {
-                "state": state,
-                "step": step,
-                "total_steps": total_steps,
-                **this_process(),
-                "unix_time": round(time.time(), 3),
-                "message": message,
-            },
-        )
+        """Says what the run is doing: ``starting`` or ``running``.
+
+        Raises:
+            OSError: the file cannot be written, with its path; the one before is still there.
+        """
+        self._write("status.json", _status(state, step, total_steps, message))
+
+    def write_last_status(self, state: str, step: int, total_steps: int, message: str = "") -> None:
+        """Says how the run ended: ``stopped``, ``interrupted``, ``failed`` or ``done``.
+
+        A failure to do so is not raised: it would hide how the run ended.
+        """
+        text = _status(state, step, total_steps, message)
+        try:
+            self._write("status.json", text)
+        except OSError:
+            # A full disk still has the blocks of the file that is there.
+            with contextlib.suppress(OSError), open(self.path / "status.json", "r+b", buffering=0) as file:
+                file.truncate(file.write(text.encode()))
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        self._write_json("summary.json", summary)
+        self._write("summary.json", _json_text(summary))
 
     def _unwritable(self, why: str) -> ConfigError:
         return ConfigError(
@@ -109,13 +121,35 @@ class RunFolder:
         path = self.path / name
         return path.exists() and path.stat().st_size > 0
 
-    def _write_json(self, name: str, values: dict[str, Any]) -> None:
-        self._write(name, json.dumps(values, indent=2) + "\n")
-
     def _write(self, name: str, text: str) -> None:
         draft = self.path / f".{name}.new"
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(self.path / name)
+        try:
+            draft.write_text(text, encoding="utf-8")
+            draft.replace(self.path / name)
+        except BaseException as error:
+            with contextlib.suppress(OSError):
+                draft.unlink(missing_ok=True)
+            if isinstance(error, OSError):
+                raise OSError(
+                    error.errno, f"cannot write a file of the run: {error.strerror}", str(self.path / name)
+                ) from error
+            raise
+
+
+def _status(state: str, step: int, total_steps: int, message: str) -> str:
+    values = {
+        "state": state,
+        "step": step,
+        "total_steps": total_steps,
+        **this_process(),
+        "unix_time": round(time.time(), 3),
+        "message": message,
+    }
+    return _json_text(values)
+
+
+def _json_text(values: dict[str, Any]) -> str:
+    return json.dumps(values, indent=2) + "\n"
 
 
 def nearest_existing(path: Path) -> Path:

@@ -5,16 +5,22 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 from places import DEVICE_BYTES, BlockDevices
-from stores import ANY_DISK, abandon, mounted, write
+from stores import ANY_DISK, abandon, loop_device, mounted, write
 
 from memascend_jax import cli
 from memascend_jax.config import Config, load_config, to_dict
 from memascend_jax.errors import ConfigError, StoreError
+from memascend_jax.observe.failure import exit_status
+from memascend_jax.observe.report import read_run
 from memascend_jax.recipes import llama_finetune
 from memascend_jax.recipes.planning import disk_free_bytes, plan_from_config
 from memascend_jax.recipes.run_folder import RunFolder
@@ -216,3 +222,72 @@ def test_durability_that_the_small_disk_chose_is_told_with_the_room_for_the_bett
     if note is not None:
         assert "a crash or power cut loses this run" in note
         assert f"takes {format_bytes(step)}, {format_bytes(step - checkpoint)} more" in note
+
+
+def test_full_disk_ends_a_run_with_its_numbers_and_the_status_that_it_failed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with small_disk(tmp_path) as disk:
+        config = load_config(["tiny_random"], [f"run.dir={disk / 'run'}"])
+        folder = RunFolder(config)
+        folder.prepare(config, {}, 0, 6)
+        folder.write_status("running", 3, 6)
+        names = sorted(path.name for path in folder.path.iterdir())
+        fill(disk)
+
+        def run() -> int:
+            try:
+                folder.write_summary({"figures": "x" * 5000})
+            except OSError as error:
+                folder.write_last_status("failed", 3, 6, str(error))
+                raise
+            return 0
+
+        assert exit_status(run) == 6
+        told = capsys.readouterr().err
+        path = re.escape(str(folder.path / "summary.json"))
+        assert re.search(rf"'{path}' \([\d,]+ bytes are free there\)", told)
+        assert "No space left on device" in told
+        assert "free space, then give the same command again" in told
+        assert sorted(path.name for path in folder.path.iterdir()) == names
+        status = read_run(folder.path)["status"]
+        assert (status["state"], status["step"]) == ("failed", 3)
+        with pytest.raises(OSError, match="No space left"):
+            folder.prepare(config, {"more": "x" * 5000}, 3, 6)
+
+
+def test_status_that_cannot_be_written_does_not_hide_the_first_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny(tmp_path)
+    folder = RunFolder(config)
+    folder.prepare(config, {}, 0, 6)
+    before = (folder.path / "status.json").read_bytes()
+
+    def refuse_to_open(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("builtins.open", refuse_to_open)
+    monkeypatch.setattr(Path, "write_text", refuse_to_open)
+    folder.write_last_status("failed", 3, 6, "why")
+    monkeypatch.undo()
+    assert (folder.path / "status.json").read_bytes() == before
+
+
+@contextmanager
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Yields a folder on an ext4 of 4 MiB."""
+    with loop_device(tmp_path / "image", 4 << 20) as device:
+        subprocess.run(["mkfs.ext4", "-q", "-m", "0", device], check=True)
+        with mounted(device, tmp_path / "disk") as folder:
+            yield folder
+
+
+def fill(disk: Path) -> None:
+    """Leaves no free byte on ``disk``."""
+    with (disk / "filler").open("wb", buffering=0) as file:
+        for size in (1 << 16, 1 << 12):
+            with suppress(OSError):
+                while file.write(bytes(size)):
+                    pass
+        os.fsync(file.fileno())
