@@ -81,8 +81,8 @@ def _add_bench(verbs: Any, add: AddCommand) -> None:
     )
     bench.add_argument("--io-backend", choices=("auto", "io_uring", "threads"), default="auto")
     bench.add_argument("--direct-io", choices=("required", "optional", "off"), default="required")
-    bench.add_argument("--queue-depth", metavar="N", type=int, default=32)
-    bench.add_argument("--request-bytes", metavar="N", type=int, default=1 << 20)
+    bench.add_argument("--queue-depth", metavar="N", type=int, default=8)
+    bench.add_argument("--request-bytes", metavar="N", type=int, default=4 << 20)
 
 
 def _create(options: argparse.Namespace) -> int:

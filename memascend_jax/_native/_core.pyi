@@ -103,8 +103,8 @@ class IoEngine:
         fds: Sequence[int],
         *,
         backend: str = "auto",
-        queue_depth: int = 32,
-        request_bytes: int = 1048576,
+        queue_depth: int = 8,
+        request_bytes: int = 4194304,
         threads: int = 4,
         regions: Sequence[tuple[int, int]] = (),
     ) -> None: ...

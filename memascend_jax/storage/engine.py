@@ -44,8 +44,8 @@ def native_engine(
     fds: Sequence[int],
     *,
     backend: str = "auto",
-    queue_depth: int = 32,
-    request_bytes: int = 1 << 20,
+    queue_depth: int = 8,
+    request_bytes: int = 4 << 20,
     regions: Sequence[tuple[int, int]] = (),
 ) -> Engine:
     """Returns the engine of the native core over ``fds``; the caller keeps and closes the descriptors."""

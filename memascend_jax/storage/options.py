@@ -47,7 +47,8 @@ class IoOptions:
         io_backend: ``auto`` takes io_uring where the kernel allows it, else threads; ``io_reason`` says why.
         direct_io: ``required`` refuses paths without O_DIRECT, ``optional`` falls back to the page cache.
         arena: a ``PinnedArena`` whose slots are read and written; its regions are registered with the kernel.
-        queue_depth: requests in flight per member.
+        queue_depth: requests of ``request_bytes`` in flight per member; of smaller ones as many as make up the same
+            bytes, but not more than 16 times as many.
         request_bytes: largest single request, bytes.
         bounce_bytes: the store's own memory for copies, bytes, from the arena when there is one.
         check_reads: compare the checksum of every tile that a batch reads whole, when its ticket is waited for.
@@ -57,8 +58,8 @@ class IoOptions:
     io_backend: IoBackend = "auto"
     direct_io: DirectIo = "required"
     arena: Arena | None = None
-    queue_depth: int = 32
-    request_bytes: int = 1 << 20
+    queue_depth: int = 8
+    request_bytes: int = 4 << 20
     bounce_bytes: int = DEFAULT_BOUNCE_BYTES
     check_reads: bool = False
     make_engine: EngineFactory | None = None

@@ -221,8 +221,8 @@ void bind_io(py::module_& module) {
              return std::make_unique<PyEngine>(options_of(
                  std::move(fds), std::move(backend), queue_depth, request_bytes, threads, regions));
            }),
-           py::arg("fds"), py::kw_only(), py::arg("backend") = "auto", py::arg("queue_depth") = 32,
-           py::arg("request_bytes") = 1U << 20, py::arg("threads") = 4,
+           py::arg("fds"), py::kw_only(), py::arg("backend") = "auto", py::arg("queue_depth") = 8,
+           py::arg("request_bytes") = 4U << 20, py::arg("threads") = 4,
            py::arg("regions") = std::vector<std::pair<std::uintptr_t, std::uint64_t>>{})
       .def(
           "submit_read",

@@ -51,7 +51,7 @@ std::vector<BackendOptions> per_member(const IoOptions& options, const std::vect
   for (const int fd : fds) {
     BackendOptions one;
     one.fd = fd;
-    one.queue_depth = Lane::most_in_flight(options.queue_depth);
+    one.queue_depth = Lane::most_in_flight(options.queue_depth, options.request_bytes);
     one.threads = options.threads;
     one.regions = options.regions;
     all.push_back(one);

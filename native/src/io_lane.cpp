@@ -11,10 +11,11 @@ Lane::Lane(const LaneOptions& options, std::unique_ptr<IoBackend> backend)
     : member_(options.member),
       path_(options.path),
       queue_depth_(options.queue_depth),
+      small_per_large_(small_per_large(options.request_bytes)),
       limits_(device_limits(options.fd)),
       request_bytes_(fitted_request_bytes(options.request_bytes, limits_)),
       backend_(std::move(backend)) {
-  const std::uint32_t tags = most_in_flight(queue_depth_);
+  const std::uint32_t tags = most_in_flight(queue_depth_, options.request_bytes);
   flights_.resize(tags);
   to_start_.reserve(tags);
   for (std::uint32_t tag = tags; tag-- > 0;) free_tags_.push_back(tag);

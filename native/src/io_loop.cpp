@@ -67,7 +67,7 @@ bool Lane::feed() noexcept {
 bool Lane::has_room(Priority priority) const noexcept {
   const bool urgent = priority == Priority::kUrgent;
   const std::uint64_t depth = queue_depth_ + (urgent ? urgent_reserve(queue_depth_) : 0);
-  return in_flight_ < kSmallPerLarge * depth && bytes_in_flight_ < depth * request_bytes_;
+  return in_flight_ < small_per_large_ * depth && bytes_in_flight_ < depth * request_bytes_;
 }
 
 // Cuts one request from the front of the queue. Pieces of a failed batch are dropped.

@@ -41,6 +41,7 @@ struct Bench {
       : arena(PinnedArena::create(24 * kMib, PinMode::kNone, true)) {
     options.fds = std::move(fds);
     options.backend = backend;
+    options.request_bytes = kMib;
     if (registered) options.regions = arena->regions();
     engine = std::make_unique<IoEngine>(options);
   }

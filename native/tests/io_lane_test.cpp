@@ -23,7 +23,7 @@ constexpr std::uint64_t kNormalOffset = 1U << 20;
 
 struct Gated {
   Gated(std::size_t members, std::uint32_t queue_depth, std::uint64_t request_bytes = kBlock)
-      : file(kBlock), memory(1U << 20) {
+      : file(kBlock), memory(4U << 20) {
     IoOptions options;
     options.queue_depth = queue_depth;
     options.request_bytes = request_bytes;
@@ -111,8 +111,11 @@ TEST(normal_requests_never_exceed_the_depth) {
   CHECK_EQUAL(gated.engine->member(0).statistics().queue_depth_max, 3U);
 }
 
-TEST(four_small_requests_are_in_flight_where_a_large_one_would_be) {
-  Gated gated(1, 3, 8 * kBlock);
+TEST(several_small_requests_are_in_flight_where_a_large_one_would_be) {
+  CHECK_EQUAL(Lane::small_per_large(4096), 1U);
+  CHECK_EQUAL(Lane::small_per_large(std::uint64_t{1} << 20), 4U);
+  CHECK_EQUAL(Lane::small_per_large(std::uint64_t{1} << 30), 16U);
+  Gated gated(1, 6, std::uint64_t{512} << 10);
   std::vector<Segment> scattered;
   for (std::uint64_t i = 0; i < 60; ++i)
     scattered.push_back({0, 2 * i * kBlock, gated.memory.data(), kBlock});
@@ -131,13 +134,14 @@ TEST(four_small_requests_are_in_flight_where_a_large_one_would_be) {
 }
 
 TEST(large_requests_leave_no_room_for_small_ones_beyond_the_depth) {
-  Gated gated(1, 3, 8 * kBlock);
-  const auto large = gated.submit(Direction::kWrite, 5 * 8);
+  Gated gated(1, 3, std::uint64_t{512} << 10);
+  const std::uint64_t request_bytes = gated.engine->member(0).request_bytes();
+  const auto large = gated.submit(Direction::kWrite, 5 * request_bytes / kBlock);
   gated.gates[0]->begun(3);
   const auto small = gated.submit(Direction::kRead, 1);
   gated.gates[0]->allow(3);
   const auto begun = gated.gates[0]->begun(6);
-  CHECK_EQUAL(begun[4].nbytes, 8 * kBlock);
+  CHECK_EQUAL(begun[4].nbytes, request_bytes);
   CHECK_EQUAL(begun[5].nbytes, kBlock);
   gated.gates[0]->allow_all();
   large->wait();

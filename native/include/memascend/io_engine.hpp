@@ -17,10 +17,10 @@
 namespace memascend {
 
 struct IoOptions {
-  std::vector<int> fds;            // not owned; duplicated
-  std::string backend = "auto";    // "auto", "io_uring", "threads"
-  std::uint32_t queue_depth = 32;  // requests of request_bytes in flight per member
-  std::uint64_t request_bytes = 1U << 20;
+  std::vector<int> fds;           // not owned; duplicated
+  std::string backend = "auto";   // "auto", "io_uring", "threads"
+  std::uint32_t queue_depth = 8;  // requests of request_bytes in flight per member
+  std::uint64_t request_bytes = 4U << 20;
   std::uint32_t threads = 4;  // of the thread backend, per member
   std::vector<Region> regions;
 };
@@ -32,7 +32,7 @@ struct IoCounters {
 };
 
 // Splits batches into requests of at most `request_bytes` that fit the device, keeps up to
-// `queue_depth` of them in flight per member (up to four times as many small ones), resumes short
+// `queue_depth` of them in flight per member (more when they are small), resumes short
 // transfers at the next block, retries interruptions. Each member has a thread and a ring (or
 // threads) of its own, so that a slow one holds up nobody else.
 //
@@ -42,7 +42,7 @@ class IoEngine {
  public:
   explicit IoEngine(const IoOptions& options);
   // For tests: runs on the given backends, one per member, for
-  // Lane::most_in_flight(queue_depth) tags each.
+  // Lane::most_in_flight(queue_depth, request_bytes) tags each.
   IoEngine(const IoOptions& options, std::vector<std::unique_ptr<IoBackend>> backends);
   // Drains what is queued and in flight: the kernel may still write into that memory.
   ~IoEngine();

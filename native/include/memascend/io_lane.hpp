@@ -32,8 +32,8 @@ struct LaneOptions {
   std::uint32_t member = 0;
   int fd = -1;  // not owned
   std::string path;
-  std::uint32_t queue_depth = 32;  // requests of request_bytes
-  std::uint64_t request_bytes = 1U << 20;
+  std::uint32_t queue_depth = 8;  // requests of request_bytes
+  std::uint64_t request_bytes = 4U << 20;
 };
 
 // Cuts segments into requests that fit the device and keeps up to `queue_depth` of them in flight,
@@ -68,16 +68,22 @@ class Lane {
   std::uint64_t request_bytes() const noexcept { return request_bytes_; }
 
   static constexpr std::size_t kMaxQueued = 8192;
-  // How many small requests are in flight where one of request_bytes would be. Random reads of 8
-  // KiB were fastest at 128, four times the depth that is enough for 1 MiB.
-  static constexpr std::uint32_t kSmallPerLarge = 4;
+  // How many small requests are in flight where one of request_bytes would be: a disk that 32 MiB
+  // in large requests keep busy was fastest with 128 random reads of 8 KiB.
+  static constexpr std::uint32_t small_per_large(std::uint64_t request_bytes) noexcept {
+    constexpr std::uint64_t kSmallBytes = std::uint64_t{256} << 10;
+    constexpr std::uint64_t kMost = 16;
+    const std::uint64_t fit = request_bytes / kSmallBytes;
+    return static_cast<std::uint32_t>(fit < 1 ? 1 : fit > kMost ? kMost : fit);
+  }
   // How many urgent requests are in flight beyond the depth.
   static constexpr std::uint32_t urgent_reserve(std::uint32_t queue_depth) noexcept {
     return queue_depth / 4 + 1;
   }
   // How many requests of any kind are in flight at most.
-  static constexpr std::uint32_t most_in_flight(std::uint32_t queue_depth) noexcept {
-    return kSmallPerLarge * (queue_depth + urgent_reserve(queue_depth));
+  static constexpr std::uint32_t most_in_flight(std::uint32_t queue_depth,
+                                                std::uint64_t request_bytes) noexcept {
+    return small_per_large(request_bytes) * (queue_depth + urgent_reserve(queue_depth));
   }
 
  private:
@@ -122,6 +128,7 @@ class Lane {
   const std::uint32_t member_;
   const std::string path_;
   const std::uint32_t queue_depth_;
+  const std::uint32_t small_per_large_;
   const DeviceLimits limits_;
   const std::uint64_t request_bytes_;
   const std::unique_ptr<IoBackend> backend_;
