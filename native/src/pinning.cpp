@@ -26,8 +26,8 @@ constexpr std::uint64_t kLockBytes = std::uint64_t{64} << 20;
 // What one thread touches at a time: whole huge pages.
 constexpr std::uint64_t kTouchBytes = std::uint64_t{16} << 20;
 
-// Pages lie on the memory node of the thread that touches them first: several threads are faster,
-// and spread the arena over the nodes they run on. Contents do not change.
+// Pages lie on the memory node of the thread that touches them first: several threads share the
+// work, and spread the arena over the nodes they run on. Contents do not change.
 void touch(std::byte* begin, std::uint64_t nbytes) {
   auto one = [&](std::uint64_t chunk) noexcept {
     const std::uint64_t at = chunk * kTouchBytes;
