@@ -60,16 +60,17 @@ def is_disk_full(error: OSError) -> bool:
 def run_program(main: Callable[[], int]) -> NoReturn:
     """Ends this process with the exit status of ``main``; Ctrl-C never shows a traceback, however often it comes.
 
-    The first SIGINT raises ``KeyboardInterrupt``, so that what is half made is removed again; any further one, and
-    one within an import, ends the process at once. Once ``main`` is over neither SIGINT nor SIGTERM changes its
-    status: the interpreter's shutdown runs handlers of libraries, which would be interrupted half way.
+    SIGTERM does what SIGINT does. The first raises ``KeyboardInterrupt``, so that what is half made is removed again;
+    any further one, and one within an import, ends the process at once. Once ``main`` is over
+    neither SIGINT nor SIGTERM changes its status: the interpreter's shutdown runs handlers of libraries, which would be interrupted half way.
 
     Call it in the main thread, before anything is imported that takes long. ``main`` may handle signals itself for
     a while, as ``training.stop.StopRequest`` does. A signal that comes before this call is Python's to handle.
     """
     interrupts = _Interrupts()
     sys.unraisablehook = interrupts.on_unraisable
-    signal.signal(signal.SIGINT, interrupts.on_signal)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, interrupts.on_signal)
     try:
         status = main()
         interrupts.over = True
@@ -93,7 +94,7 @@ def say_at_once(text: str) -> None:
 
 
 class _Interrupts:
-    """What SIGINT does in a program; ``came``: there was one, ``over``: the program's status is known."""
+    """What SIGINT and SIGTERM do in a program; ``came``: there was one, ``over``: the program's status is known."""
 
     def __init__(self) -> None:
         self.came = False

@@ -210,8 +210,9 @@ def test_interrupts_without_end_never_show_a_traceback(tmp_path, moment):
     assert "Exception ignored" not in errors
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("module", ["memascend_jax.recipes.llama_finetune", "memascend_jax.cli"])
-def test_an_interrupt_before_anything_is_loaded_is_a_plain_130(tmp_path, module):
+def test_an_interrupt_before_anything_is_loaded_is_a_plain_130(tmp_path, module, number):
     arguments = {
         "memascend_jax.cli": ["plan", "--config", "tiny_random"],
         "memascend_jax.recipes.llama_finetune": command(tmp_path / "run")[3:],
@@ -224,7 +225,7 @@ def test_an_interrupt_before_anything_is_loaded_is_a_plain_130(tmp_path, module)
     ) as process:
         # The first library that is large enough to be caught half imported.
         wait_until(process, lambda: "pydantic_core" in Path(f"/proc/{process.pid}/maps").read_text())
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (130, "memascend: interrupted\n")
     assert not (tmp_path / "run").exists()

@@ -299,8 +299,10 @@ def test_defect_keeps_its_traceback() -> None:
 # ---------------------------------------------------------------- Ctrl-C
 
 
-def run_program_with(main: str, interrupts: int | None) -> subprocess.CompletedProcess[str]:
-    """Runs a program whose ``main`` prints ``ready`` when it may be interrupted, and sends it SIGINT so often.
+def run_program_with(
+    main: str, interrupts: int | None, number: signal.Signals = signal.SIGINT
+) -> subprocess.CompletedProcess[str]:
+    """Runs a program whose ``main`` prints ``ready`` when it may be interrupted, and sends it ``number`` so often.
 
     None: without end, until it is gone.
     """
@@ -315,10 +317,10 @@ run_program(main)
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         for _ in range(interrupts or 0):
-            process.send_signal(signal.SIGINT)
+            process.send_signal(number)
             time.sleep(0.05)
         while interrupts is None and process.poll() is None:
-            process.send_signal(signal.SIGINT)
+            process.send_signal(number)
             time.sleep(0.001)
         out, errors = process.communicate(timeout=30)
     assert "Traceback" not in errors
@@ -329,7 +331,8 @@ run_program(main)
 WAITS = "print('ready', flush=True); time.sleep(20)"
 
 
-def test_interrupt_lets_a_program_clean_up_and_ends_it_with_130() -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt_lets_a_program_clean_up_and_ends_it_with_130(number: signal.Signals) -> None:
     done = run_program_with(
         f"""
 def main():
@@ -340,6 +343,7 @@ def main():
     return 0
 """,
         1,
+        number,
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, "cleaned\n", "memascend: interrupted\n")
 
