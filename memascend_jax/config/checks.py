@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from memascend_jax.config.faults import nearest
 from memascend_jax.config.schema import Config
-from memascend_jax.models.hf_config import config_faults
+from memascend_jax.models.hf_config import KNOWN_KEYS, config_faults
 from memascend_jax.models.shapes import LlamaConfig
 
 Finding = tuple[tuple[str, ...], str]
@@ -82,6 +83,10 @@ def _model_and_data(config: Config) -> Iterator[Finding]:
 
 def _random_model(config: Config) -> Iterator[Finding]:
     shape, seq_len = config.model.config, config.data.seq_len
+    for key in sorted(shape.keys() - KNOWN_KEYS):
+        close = nearest(key, sorted(KNOWN_KEYS))
+        hint = f"did you mean 'model.config.{close}'?" if close else "it is none of a Llama config.json"
+        yield (f"model.config.{key}",), f"unknown key 'model.config.{key}'; {hint}"
     faults = config_faults(shape)
     for fault in faults:
         # Most sentences begin with the key that they are about.

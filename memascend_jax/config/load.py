@@ -106,6 +106,14 @@ def _first_key(section: str) -> str:
 
 
 def _forget_rivals(values: dict[str, Any], newer: dict[str, Any]) -> None:
+    # An empty shape replaces that of a recipe, for another model.source, instead of adding nothing to it.
+    model = newer.get("model")
+    if (
+        isinstance(model, dict)
+        and model.get("config", True) in (None, {})
+        and isinstance(values.get("model"), dict)
+    ):
+        values["model"]["config"] = {}
     # Steps and epochs exclude each other: the one that a later source sets replaces the other of an earlier
     # one, so that `train.epochs=2` on top of a recipe with steps needs no `train.steps=null` besides.
     train, given = values.get("train"), newer.get("train")

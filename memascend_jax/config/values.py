@@ -48,6 +48,10 @@ def guess(value: Any) -> Any:
     return float(value) if _FLOAT.fullmatch(value) else str(value)
 
 
+def _free_form(value: Any) -> Any:
+    return {} if value is None else guess(value)
+
+
 def _text(value: Any) -> Any:
     return str(value) if isinstance(value, str | Path) else value
 
@@ -99,4 +103,4 @@ Count = Annotated[int, _before(_not_bool), Field(ge=0)]
 PositiveCount = Annotated[int, _before(_not_bool), Field(ge=1)]
 Number = Annotated[float, _before(_not_bool), Field(allow_inf_nan=False)]
 LossScale = Annotated[str | float | None, _before(_scale)]
-FreeForm = Annotated[dict[str, Any], _before(guess)]
+FreeForm = Annotated[dict[str, Any], _before(_free_form)]

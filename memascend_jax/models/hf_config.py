@@ -22,6 +22,56 @@ _FIXED: dict[str, Any] = {
 #: Where the rope settings are: since transformers 5, and before.
 _ROPE = ("rope_parameters", "rope_scaling")
 
+#: What else ``read_llama_config`` reads.
+_OPTIONAL = (
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "rope_theta",
+    "tie_word_embeddings",
+    "initializer_range",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "architectures",
+    "model_type",
+    "partial_rotary_factor",
+    "quantization_config",
+    *_ROPE,
+)
+#: Keys of Llama-family ``config.json`` files that change nothing here.
+_INDIFFERENT = (
+    "_name_or_path",
+    "attention_dropout",
+    "attention_probs_dropout_prob",
+    "attn_implementation",
+    "auto_map",
+    "dtype",
+    "hidden_dropout",
+    "hidden_dropout_prob",
+    "id2label",
+    "is_llama_config",
+    "label2id",
+    "num_labels",
+    "output_attentions",
+    "output_hidden_states",
+    "problem_type",
+    "return_dict",
+    "rope_interleaved",
+    "rope_interleave",
+    "sep_token_id",
+    "task_specific_params",
+    "torch_dtype",
+    "transformers.js_config",
+    "transformers_version",
+    "unk_token_id",
+    "unsloth_version",
+    "use_cache",
+)
+#: Every key that a ``config.json`` of a Llama-family model may have; a real file may have others besides.
+KNOWN_KEYS = frozenset({*_REQUIRED, *_OPTIONAL, *_FIXED, *_INDIFFERENT})
+
 #: ``attention_dropout`` is accepted at any value: fine-tuning here is without dropout, as inference is.
 
 

@@ -62,7 +62,8 @@ def run_program(main: Callable[[], int]) -> NoReturn:
 
     SIGTERM does what SIGINT does. The first raises ``KeyboardInterrupt``, so that what is half made is removed again;
     any further one, and one within an import, ends the process at once. Once ``main`` is over
-    neither SIGINT nor SIGTERM changes its status: the interpreter's shutdown runs handlers of libraries, which would be interrupted half way.
+    neither SIGINT nor SIGTERM changes its status: the interpreter's shutdown runs handlers of libraries,
+    which would be interrupted half way.
 
     Call it in the main thread, before anything is imported that takes long. ``main`` may handle signals itself for
     a while, as ``training.stop.StopRequest`` does. A signal that comes before this call is Python's to handle.

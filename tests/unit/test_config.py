@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from itertools import pairwise
@@ -25,6 +26,7 @@ from memascend_jax.config import (
 )
 from memascend_jax.config.schema import fields
 from memascend_jax.errors import ConfigError
+from memascend_jax.models.shapes import LlamaConfig
 
 # The keys that scripts rely on. One may be added; none may go or change its name.
 PROMISED_KEYS = [
@@ -157,11 +159,27 @@ def test_override_with_list_map_and_quotes() -> None:
 
 
 def test_random_model_keys_are_guessed_and_merged() -> None:
-    config = load_config(["tiny_random"], ["model.config.num_hidden_layers=5", "model.config.x=true"])
+    config = load_config(["tiny_random"], ["model.config.num_hidden_layers=5", "model.config.use_cache=true"])
     assert config.model.config["num_hidden_layers"] == 5
     assert config.model.config["hidden_size"] == 64
     assert config.model.config["rms_norm_eps"] == 1e-5
-    assert config.model.config["x"] is True
+    assert config.model.config["use_cache"] is True
+
+
+@pytest.mark.parametrize("nothing", ["{}", "null", ""])
+def test_empty_shape_frees_a_recipe_for_another_model(nothing: str, tmp_path: Path) -> None:
+    overrides = [f"model.source={tmp_path}", f"model.config={nothing}"]
+    assert load_config(["tiny_random"], overrides).model.config == {}
+    file = write(tmp_path / "m.yaml", f"model:\n  source: {tmp_path}\n  config: {nothing}\n")
+    config = load_config(["tiny_random", file])
+    assert (config.model.config, config.data.source) == ({}, "random")
+    assert load_config(["tiny_random"], ["model.config={}", *RANDOM_MODEL]).model.config == SHAPE
+
+
+def test_every_key_of_an_exported_shape_is_known() -> None:
+    shape = LlamaConfig.from_hf(SHAPE).to_hf()
+    overrides = [f"model.config={json.dumps(shape)}"]
+    assert load_config(["tiny_random"], overrides).model.config["hidden_size"] == SHAPE["hidden_size"]
 
 
 def test_epochs_replace_the_steps_of_defaults_and_recipes() -> None:
@@ -267,6 +285,8 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
             [*RANDOM_MODEL, "model.config.num_attention_heads=7"],
             "model.config: hidden_size 64 is not a multiple of num_attention_heads 7",
         ),
+        ([*RANDOM_MODEL, "model.config.hiden_size=128"], "did you mean 'model.config.hidden_size'?"),
+        ([*RANDOM_MODEL, "model.config.bogus=65"], "unknown key 'model.config.bogus'"),
         ([*RANDOM_MODEL, "model.config.vocab_size=many"], "model.config: vocab_size is 'many'"),
         ([*RANDOM_MODEL, "model.config.model_type=gpt2"], "model.config: architecture 'gpt2' is not known"),
         (["train.steps=null"], "one of train.steps and train.epochs must be set, neither is"),
