@@ -113,6 +113,10 @@ def _load(config: Config, stack: ExitStack) -> Run:
         folder.check_is_free()
         if config.offload.placement != "memory":
             check_places(config)
+    else:
+        state = found.state
+        started_in, finished = state.config["run"]["dir"], bool(state.results.get("finished"))
+        folder.check_is_of(found.store_id, started_in, finished=finished)
     model = open_model(config)
     stack.callback(model.close)
     data = open_data(config, model)
@@ -174,6 +178,10 @@ def _set_up(job: Run, stack: ExitStack) -> tuple[Session, Trainer]:
         job.screen.say(
             f"store: {store.io_backend}, {'direct' if store.direct else 'buffered'} I/O {store.io_reason}"
         )
+        if not job.resumed:
+            # Before the first commit: from then on the folder and the store must know each other.
+            job.folder.store_id = store.store_id
+            job.folder.write_status("starting", job.state.step, job.total_steps)
         note = durability_note(job.config, job.plan, store)
         if note is not None:
             job.screen.say(note)

@@ -21,6 +21,8 @@ class RunFolder:
 
     def __init__(self, config: Config) -> None:
         self.path = Path(config.run.dir).expanduser()
+        #: The store that the files belong to; None before it is made, and in a run in memory.
+        self.store_id: str | None = None
 
     def check_is_free(self) -> None:
         """Returns when a new run may write here; writes nothing.
@@ -38,6 +40,35 @@ class RunFolder:
                 f"cannot start a new run in run.dir={str(self.path)!r}: it holds {', '.join(present)} of something "
                 "else, which would be overwritten; choose another run.dir, or move them away"
             )
+
+    def check_is_of(self, store_id: str, started_in: str, *, finished: bool) -> None:
+        """Returns when the folder is that of the run in a store, or free for one that goes on; writes nothing.
+
+        Args:
+            store_id: the store.
+            started_in: ``run.dir`` of the run when it began.
+            finished: whether the run is complete, so that nothing would be written here.
+
+        Raises:
+            ConfigError: it holds the files of another run, or the complete run's files are elsewhere.
+        """
+        owner, home = self._owner(), Path(started_in).expanduser()
+        if owner == store_id or (owner is None and home.resolve() == self.path.resolve()):
+            self.store_id = store_id
+            return
+        if owner is not None:
+            raise ConfigError(
+                f"run.dir={str(self.path)!r} holds the files of another run than the store does; nothing was changed. "
+                f"The run in the store began with run.dir={str(home)!r}"
+                + ("" if finished else "; give that one, or a new one")
+            )
+        if finished:
+            raise ConfigError(
+                f"the run in the store is complete, but run.dir={str(self.path)!r} is not its folder: it began with "
+                f"run.dir={str(home)!r}. Give that one; for the model alone there is memascend export"
+            )
+        self.check_is_free()
+        self.store_id = store_id
 
     def check_writable(self) -> None:
         """Returns when the folder, or the one it would be made in, can be written; writes nothing.
@@ -94,14 +125,14 @@ class RunFolder:
         Raises:
             OSError: the file cannot be written, with its path; the one before is still there.
         """
-        self._write("status.json", _status(state, step, total_steps, message))
+        self._write("status.json", self._status(state, step, total_steps, message))
 
     def write_last_status(self, state: str, step: int, total_steps: int, message: str = "") -> None:
         """Says how the run ended: ``stopped``, ``interrupted``, ``failed`` or ``done``.
 
         A failure to do so is not raised: it would hide how the run ended.
         """
-        text = _status(state, step, total_steps, message)
+        text = self._status(state, step, total_steps, message)
         try:
             self._write("status.json", text)
         except OSError:
@@ -111,6 +142,28 @@ class RunFolder:
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         self._write("summary.json", _json_text(summary))
+
+    def _status(self, state: str, step: int, total_steps: int, message: str) -> str:
+        return _json_text(
+            {
+                "state": state,
+                "step": step,
+                "total_steps": total_steps,
+                **this_process(),
+                "unix_time": round(time.time(), 3),
+                "message": message,
+                "store_id": self.store_id,
+            }
+        )
+
+    def _owner(self) -> str | None:
+        """The store whose files these are; None where nothing, or nothing readable, says so."""
+        try:
+            status = json.loads((self.path / "status.json").read_text(encoding="utf-8"))
+            owner = status.get("store_id")
+        except (OSError, ValueError, AttributeError):
+            return None
+        return owner if isinstance(owner, str) else None
 
     def _unwritable(self, why: str) -> ConfigError:
         return ConfigError(
@@ -134,18 +187,6 @@ class RunFolder:
                     error.errno, f"cannot write a file of the run: {error.strerror}", str(self.path / name)
                 ) from error
             raise
-
-
-def _status(state: str, step: int, total_steps: int, message: str) -> str:
-    values = {
-        "state": state,
-        "step": step,
-        "total_steps": total_steps,
-        **this_process(),
-        "unix_time": round(time.time(), 3),
-        "message": message,
-    }
-    return _json_text(values)
 
 
 def _json_text(values: dict[str, Any]) -> str:

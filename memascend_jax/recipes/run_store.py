@@ -24,6 +24,7 @@ class Found:
 
     state: RunState
     generation: int
+    store_id: str
 
 
 def find_run(config: Config) -> Found | None:
@@ -46,6 +47,7 @@ def find_run(config: Config) -> Found | None:
         return None
     with TensorStore.open(paths, read_only=True, direct_io=config.offload.direct_io) as store:
         generation, data, dirty = store.generation, store.run_state, store.dirty
+        store_id = store.store_id
     if not data and generation == 0:
         # Created, but interrupted before its first commit: nothing is lost by starting over.
         return None
@@ -61,7 +63,7 @@ def find_run(config: Config) -> Found | None:
         )
     if dirty:
         raise dirty_store(paths, generation, data)
-    found = Found(RunState.decode(data, ", ".join(paths)), generation)
+    found = Found(RunState.decode(data, ", ".join(paths)), generation, store_id)
     _check_unchanged(config, found.state, paths)
     return found
 

@@ -63,6 +63,11 @@ def _check_absent(path: Path, config: Config) -> None:
             f"cannot create the store '{path}': '{folder}' is read-only, or not yours to write; choose another "
             "offload.store or run.dir"
         )
+    if os.statvfs(folder).f_blocks == 0:
+        raise StoreError(
+            f"cannot create the store '{path}': '{folder}' is not on a disk, its file system holds no data; choose "
+            "another offload.store or run.dir"
+        )
     if config.offload.direct_io == "required":
         _check_disk(path, folder)
 

@@ -291,3 +291,54 @@ def fill(disk: Path) -> None:
                 while file.write(bytes(size)):
                     pass
         os.fsync(file.fileno())
+
+
+@pytest.mark.parametrize("direct_io", ["required", "optional"])
+def test_file_system_without_data_is_refused(
+    tmp_path: Path, direct_io: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert refuse(tmp_path, "offload.store=[/proc]", f"offload.direct_io={direct_io}") == 6
+    assert "'/proc' is not on a disk" in capsys.readouterr().err
+
+
+def test_store_and_folder_of_two_runs_are_not_mixed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, other, home = tmp_path / "s", tmp_path / "other", tmp_path / "home"
+    config = tiny(tmp_path, f"run.dir={home}", "train.steps=6", "train.seed=3")
+
+    def commit(store: TensorStore, **results: object) -> None:
+        state = RunState(6, to_dict(config), 1 << 10).with_results(**results)
+        store.put("w", np.zeros(1, np.float32))
+        store.commit(state.encode())
+
+    with TensorStore.create(path, capacity="1MiB", **ANY_DISK) as store:
+        commit(store, finished=True)
+        store_id = store.store_id
+    for name, owner in (("home", store_id), ("other", "f" * 32)):
+        folder = RunFolder(tiny(tmp_path, f"run.dir={tmp_path / name}"))
+        folder.store_id = owner
+        folder.prepare(config, {}, 6, 6)
+        folder.write_summary({"step": 6, "eval_loss_after": 4.5 if owner == store_id else 9.875})
+
+    command = (f"offload.store=[{path}]", "offload.direct_io=optional", "train.steps=6", "train.seed=3")
+    assert refuse(tmp_path, *command) == 2
+    told = capsys.readouterr()
+    assert f"it began with run.dir={str(home)!r}" in told.err
+    assert "memascend export" in told.err
+    assert refuse(tmp_path, *command, f"run.dir={other}") == 2
+    told = capsys.readouterr()
+    assert "files of another run" in told.err
+    assert f"run.dir={str(home)!r}" in told.err
+    assert "9.875" not in told.out
+    # Its own folder, also under another name, is shown.
+    home.rename(tmp_path / "moved")
+    assert refuse(tmp_path, *command, f"run.dir={tmp_path / 'moved'}") == 0
+    assert "complete at step 6" in capsys.readouterr().err
+    # A run that is not complete may go on in a new folder, but not over the files of something else.
+    folder = RunFolder(tiny(tmp_path))
+    folder.check_is_of(store_id, str(home), finished=False)
+    folder.path.mkdir()
+    (folder.path / "metrics.jsonl").write_text("mine\n")
+    with pytest.raises(ConfigError, match=r"holds metrics\.jsonl of something else"):
+        folder.check_is_of(store_id, str(home), finished=False)
