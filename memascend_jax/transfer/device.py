@@ -2,7 +2,11 @@
 """Slots and arrays of a device with memory of its own: a copy each way.
 
 Registered memory is copied by DMA (``transfer.straight``). All else goes through the runtime's staging: in through its
-own pinned memory, out through a host array as large as the array.
+own pinned memory, out through a host array as large as the array. So does a slot that lies across two regions of the
+arena, at most one in each GiB.
+
+Known shortcoming: XLA stages nothing of 1 GiB and more, so a tensor that large is copied from where it lies, across
+regions, which CUDA may refuse.
 """
 
 from __future__ import annotations
