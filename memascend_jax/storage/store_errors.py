@@ -52,8 +52,9 @@ def dirty_store(paths: Sequence[str], generation: int, run_state: bytes) -> Dirt
         run_state: that of the last commit.
     """
     return DirtyStoreError(
-        f"store '{', '.join(paths)}' {OVERWRITTEN} (last commit: generation {generation - 1:,}). Remove it: memascend "
-        f"store wipe {' '.join(paths)}; then start again, with offload.durability=step where a crash must lose nothing",
+        f"store '{', '.join(paths)}' {OVERWRITTEN} (last commit: generation {generation - 1:,}). Remove it (memascend "
+        f"store wipe {' '.join(paths)}) and start again with a new run.dir; with offload.durability=step a crash loses "
+        "nothing",
         generation - 1,
         run_state,
     )
