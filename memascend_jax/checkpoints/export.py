@@ -19,6 +19,7 @@ from memascend_jax.checkpoints.source import PIECE_BYTES
 from memascend_jax.dtypes import dtype_name, to_dtype
 from memascend_jax.errors import ConfigError, DataError
 from memascend_jax.models.shapes import LlamaConfig, TensorShape
+from memascend_jax.observe.failure import is_disk_full
 
 #: Returns ``n`` elements of a tensor from a flat start: ``read(name, start, n)``.
 Read = Callable[[str, int, int], NDArray[Any]]
@@ -62,6 +63,8 @@ def export_huggingface(
         _remove_leftovers(out_dir)
         partial.mkdir()
     except OSError as error:
+        if is_disk_full(error):
+            raise
         raise ConfigError(
             f"cannot export to '{out_dir}': {error.strerror}. Choose a place you may write to."
         ) from error

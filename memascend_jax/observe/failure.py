@@ -143,7 +143,9 @@ def _disk_full(error: OSError) -> str:
     if isinstance(error.filename, str):
         what += f": '{error.filename}'"
         with contextlib.suppress(OSError):
-            disk = os.statvfs(Path(error.filename).parent)
+            # What was half written may be gone again, with its folder.
+            parents = Path(error.filename).absolute().parents
+            disk = os.statvfs(next(folder for folder in parents if folder.is_dir()))
             where = f" ({disk.f_bavail * disk.f_frsize:,} bytes are free there)"
     return (
         f"{what}{where}; free space, then give the same command again: a run on SSD goes on from its last "

@@ -18,6 +18,7 @@ from memascend_jax.checkpoints.source import PIECE_BYTES, open_checkpoint
 from memascend_jax.dtypes import to_dtype
 from memascend_jax.errors import ConfigError, DataError
 from memascend_jax.models.shapes import LlamaConfig, tensor_shapes
+from memascend_jax.observe.failure import exit_status
 
 
 class Source:
@@ -139,6 +140,17 @@ def test_a_full_disk_names_the_file(tmp_path, monkeypatch):
         Source().export(tmp_path / "out")
     assert caught.value.errno == errno.ENOSPC
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_without_room_for_the_folder_is_full_not_misconfigured(tmp_path, monkeypatch, capsys):
+    def full(self, *_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device", str(self))
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    assert exit_status(lambda: Source().export(tmp_path / "below" / "out")) == 6
+    told = capsys.readouterr().err
+    assert str(tmp_path / "below") in told
+    assert "bytes are free there" in told
 
 
 def test_another_dtype_than_promised_is_refused(tmp_path):
