@@ -170,7 +170,10 @@ def _with_fitting_warmup(config: Config, sources: Sequence[Source]) -> Config:
 
 
 def _is_shipped(name: str) -> bool:
-    return Path(name).resolve().parent in _recipe_folders()
+    """Whether a source is a shipped recipe, or an unchanged copy of it, such as that of the source tree."""
+    path = Path(name)
+    shipped = recipe_path(path.stem)
+    return shipped is not None and path.is_file() and path.read_bytes() == shipped.read_bytes()
 
 
 def _path(key: str) -> KeyPath:
