@@ -31,11 +31,9 @@ class StoreContender:
     def __init__(
         self, paths: Sequence[str], sets: Sequence[TensorSet], table_bytes: int, io: IoArguments
     ) -> None:
-        self._sets = {tensors.label: tensors for tensors in sets}
-        room = max(
-            ROWS * ROW_BYTES,
-            *(sum(round_up(size, 4096) for size in tensors.sizes.values()) for tensors in sets),
-        )
+        self._places = {tensors.label: _places(tensors) for tensors in sets}
+        ends = [at + round_up(nbytes, 4096) for places in self._places.values() for _, at, nbytes in places]
+        room = max(ROWS * ROW_BYTES, *ends)
         self._arena = PinnedArena(2 * round_up(room, 2 * MIB) + DEFAULT_BOUNCE_BYTES)
         self._source = self._arena.allocate(room, "source")
         self._target = self._arena.allocate(room, "target")
@@ -73,7 +71,7 @@ class StoreContender:
             nbytes = min(self._source.nbytes, self._scratch.nbytes - begin)
             self._scratch.write(self._source.address, nbytes, begin, batch)
             batch.submit().wait()
-        for label in self._sets:
+        for label in self._places:
             for _ in range(2):
                 self.write(label)
                 self.store.commit()
@@ -87,22 +85,18 @@ class StoreContender:
     def write(self, label: str) -> None:
         """Writes all tensors of a set; done when the disk has said so."""
         batch = self.store.batch()
-        address = self._source.address
-        for name, nbytes in self._sets[label].sizes.items():
-            for tile in range(self.store.tiles(f"{label}/{name}")):
-                batch.write_tile(f"{label}/{name}", tile, address + tile * TILE_BYTES)
-            address += round_up(nbytes, 4096)
+        for name, at, nbytes in self._places[label]:
+            for tile, begin in enumerate(range(0, nbytes, TILE_BYTES)):
+                batch.write_tile(name, tile, self._source.address + at + begin)
         batch.submit().wait()
 
     def write_scratch(self, label: str) -> None:
         """Writes as much to the scratch extent, in the same pieces: there are no checksums there."""
         batch = self.store.batch()
-        at = 0
-        for nbytes in self._sets[label].sizes.values():
+        for _, at, nbytes in self._places[label]:
             for begin in range(0, nbytes, TILE_BYTES):
                 piece = min(TILE_BYTES, nbytes - begin)
                 self._scratch.write(self._source.address + at + begin, piece, at + begin, batch)
-            at += round_up(nbytes, 4096)
         batch.submit().wait()
 
     def write_durably(self, label: str) -> None:
@@ -113,10 +107,8 @@ class StoreContender:
     def read(self, label: str) -> None:
         """Reads all tensors of a set."""
         batch = self.store.batch()
-        address = self._target.address
-        for name, nbytes in self._sets[label].sizes.items():
-            batch.read(f"{label}/{name}", address)
-            address += round_up(nbytes, 4096)
+        for name, at, _ in self._places[label]:
+            batch.read(name, self._target.address + at)
         batch.submit().wait()
 
     def mixed(self, label: str) -> None:
@@ -124,20 +116,17 @@ class StoreContender:
         in_flight: deque[Ticket] = deque()
         reads, writes = self.store.batch(), self.store.batch()
         gathered = 0
-        at = 0
-        for name, nbytes in self._sets[label].sizes.items():
-            full = f"{label}/{name}"
-            for tile in range(self.store.tiles(full)):
-                start, count = self.store.tile_span(full, tile)
-                reads.read(full, self._target.address + at + start, start, count)
-                writes.write_tile(full, tile, self._source.address + at + start)
+        for name, at, nbytes in self._places[label]:
+            for tile, start in enumerate(range(0, nbytes, TILE_BYTES)):
+                count = min(TILE_BYTES, nbytes - start)
+                reads.read(name, self._target.address + at + start, start, count)
+                writes.write_tile(name, tile, self._source.address + at + start)
                 gathered += count
                 if gathered >= _MIXED_BATCH_BYTES:
                     in_flight += [reads.submit(), writes.submit()]
                     gathered = 0
                     while len(in_flight) > 2 * _MIXED_BATCHES_IN_FLIGHT:
                         in_flight.popleft().wait()
-            at += round_up(nbytes, 4096)
         in_flight += [reads.submit(), writes.submit()]
         for ticket in in_flight:
             ticket.wait()
@@ -149,12 +138,10 @@ class StoreContender:
 
     def check(self, label: str) -> None:
         """Raises ``StoreError`` unless the last read of a set gave what was written."""
-        at = 0
-        for name, nbytes in self._sets[label].sizes.items():
+        for name, at, nbytes in self._places[label]:
             same = np.array_equal(self._source.view(at, nbytes), self._target.view(at, nbytes))
             if not same:
                 raise StoreError(f"tensor '{name}' was not read as it was written; the measurement is void")
-            at += round_up(nbytes, 4096)
 
     def close(self) -> None:
         """Removes the store and gives the memory back."""
@@ -170,3 +157,13 @@ class StoreContender:
             TensorSpec(f"{tensors.label}/{spec.name}", spec.dtype, spec.shape, spec.tile_elements)
             for spec in tensors.specs()
         ]
+
+
+def _places(tensors: TensorSet) -> list[tuple[str, int, int]]:
+    """Returns (name in the store, offset in the memory, bytes) of each tensor."""
+    found = []
+    at = 0
+    for name, nbytes in tensors.sizes.items():
+        found.append((f"{tensors.label}/{name}", at, nbytes))
+        at += round_up(nbytes, 4096)
+    return found

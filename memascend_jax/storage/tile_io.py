@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
 
@@ -310,12 +311,12 @@ class TileIo:
         return extents
 
     def _check_writes(self, requests: Requests) -> None:
-        seen: set[tuple[int, int]] = set()
+        seen = {(id(tensor), tile) for tensor, tile, _ in requests.writes}
+        if len(seen) < len(requests.writes):
+            raise _written_twice(requests.writes)
         for tensor, tile, _ in requests.writes:
-            if (id(tensor), tile) in seen:
-                raise StoreError(f"tile {tile} of tensor '{tensor.name}' is written twice in one batch")
-            seen.add((id(tensor), tile))
-            self.check_replaceable(tensor, tile)
+            if not tensor.layout.spec.mutable:
+                self.check_replaceable(tensor, tile)
         for tensor, span, _ in requests.reads:
             if any((id(tensor), tile) in seen for tile in range(span.first_tile, span.end_tile)):
                 raise StoreError(f"tensor '{tensor.name}' is read and written in one batch; use one for each")
@@ -395,6 +396,12 @@ class TileIo:
         names = list(dict.fromkeys(entry[0].name for entry in touched))
         writing = bool(writes or requests.scratch_writes)
         return self.explained(names, "write" if writing else "read", error)
+
+
+def _written_twice(writes: Writes) -> StoreError:
+    counts = Counter((tensor.name, tile) for tensor, tile, _ in writes)
+    (name, tile), _ = counts.most_common(1)[0]
+    return StoreError(f"tile {tile} of tensor '{name}' is written twice in one batch")
 
 
 def _pieces(writes: Writes) -> list[Writes]:
