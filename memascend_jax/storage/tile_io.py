@@ -176,28 +176,13 @@ class TileIo:
     ) -> Ticket:
         self.check_open()
         serial = self._serial + 1
-        needed: set[int] = set()
-        needed_reads: set[int] = set()
+        needed = self._needed_by_writes(requests.writes)
         earlier_reads: set[int] = set()
         read_extents: Extents = []
         for tensor, span, address in requests.reads:
             self._locate_read(tensor, span, address, read_extents, needed)
             if self._outstanding and span.disk_bytes:
                 earlier_reads.update(tensor.last_read[span.first_tile : span.end_tile].tolist())
-        write_extents: list[tuple[int, int, int]] = []
-        places: list[int] = []
-        overwrites = False
-        for tensor, tile, address in requests.writes:
-            place = tensor.write_place(tile)
-            first, _, disk_bytes = tensor.layout.disk_span(tile)
-            places.append(place)
-            write_extents.append((tensor.bases[place] + first, address, disk_bytes))
-            overwrites = overwrites or tensor.committed[tile] == place
-            if self._outstanding:
-                needed.add(int(tensor.last_write[tile]))
-                # Reads in flight are of the newest contents: they matter only to a write to the same place.
-                if tensor.place[tile] == place:
-                    needed_reads.add(int(tensor.last_read[tile]))
         for scratch, address, nbytes, offset in requests.scratch_reads:
             scratch.locate(address, nbytes, offset, read_extents, needed, writes=False, serial=serial)
         scratch_extents: Extents = []
@@ -211,10 +196,10 @@ class TileIo:
             for tensor, units, _ in requests.unit_reads:
                 earlier_reads.update(np.unique(tensor.last_read[tiles_of(tensor, units)]).tolist())
         reads = _checked(np.concatenate([_array(read_extents), *unit_extents]))
-        writes, scratch_writes = _checked(_array(write_extents)), _checked(_array(scratch_extents))
-        if overwrites:
+        scratch_writes = _checked(_array(scratch_extents))
+        if any(tensor.places == 1 and tensor.committed[tile] == 0 for tensor, tile, _ in requests.writes):
             self.before_overwrite()
-        self._settle_serials(needed | self._with_earlier_reads(needed_reads))
+        self._settle_serials(needed)
         if len(self._outstanding) >= self._prune_at:
             self._prune()
         ticket = Ticket(self, serial, requests)
@@ -227,21 +212,47 @@ class TileIo:
         if earlier_reads:
             self._earlier_reads[serial] = earlier_reads
         self._serial = serial
-        self._book(requests, serial, places)
+        for tensor, span, _ in requests.reads:
+            tensor.last_read[span.first_tile : span.end_tile] = serial
+        for tensor, units, _ in requests.unit_reads:
+            tensor.last_read[tiles_of(tensor, units)] = serial
         read = functools.partial(self.volume.submit_read, urgent=urgent)
         self._start(ticket, reads, read, keepalive)
         self._start(ticket, scratch_writes, self.volume.submit_write, keepalive)
-        begin = 0
         for index, piece in enumerate(pieces):
             checksums = first_checksums
             if index:
                 checksums = self._checksums_of(piece, disk_is_busy=not ticket.done())
-            for (tensor, tile, _), values in zip(piece, checksums, strict=True):
-                tensor.checksums[tensor.tile_units(tile)] = values
-            self._start(ticket, writes[begin : begin + len(piece)], self.volume.submit_write, keepalive)
-            begin += len(piece)
+            self._write_piece(ticket, piece, checksums, keepalive)
         self._outstanding[serial] = ticket
         return ticket
+
+    def _needed_by_writes(self, writes: Writes) -> set[int]:
+        """Returns the serials of the batches in flight that ``writes`` must not overtake."""
+        if not self._outstanding:
+            return set()
+        needed: set[int] = set()
+        needed_reads: set[int] = set()
+        for tensor, tile, _ in writes:
+            needed.add(int(tensor.last_write[tile]))
+            # Reads in flight are of the newest contents: they matter only to a write to the same place.
+            if tensor.place[tile] == tensor.write_place(tile):
+                needed_reads.add(int(tensor.last_read[tile]))
+        return needed | self._with_earlier_reads(needed_reads)
+
+    def _write_piece(
+        self, ticket: Ticket, piece: Writes, checksums: list[Checksums], keepalive: object
+    ) -> None:
+        """Makes what ``piece`` writes the newest contents, and starts writing it."""
+        extents: Extents = []
+        for (tensor, tile, address), values in zip(piece, checksums, strict=True):
+            place = tensor.write_place(tile)
+            first, _, disk_bytes = tensor.layout.disk_span(tile)
+            extents.append((tensor.bases[place] + first, address, disk_bytes))
+            tensor.place[tile] = place
+            tensor.last_write[tile] = ticket.serial
+            tensor.checksums[tensor.tile_units(tile)] = values
+        self._start(ticket, _array(extents), self.volume.submit_write, keepalive)
 
     @staticmethod
     def _start(
@@ -254,16 +265,6 @@ class TileIo:
         if len(extents):
             ticket.nbytes += int(extents[:, 2].sum())
             ticket.engine_tickets.append(submit(extents, keepalive))
-
-    def _book(self, requests: Requests, serial: int, places: list[int]) -> None:
-        """Makes what the batch writes the newest contents and notes which tiles it touches."""
-        for (tensor, tile, _), place in zip(requests.writes, places, strict=True):
-            tensor.place[tile] = place
-            tensor.last_write[tile] = serial
-        for tensor, span, _ in requests.reads:
-            tensor.last_read[span.first_tile : span.end_tile] = serial
-        for tensor, units, _ in requests.unit_reads:
-            tensor.last_read[tiles_of(tensor, units)] = serial
 
     def _locate_read(
         self, tensor: StoredTensor, span: Span, address: int, extents: Extents, needed: set[int]
@@ -314,6 +315,8 @@ class TileIo:
         seen = {(id(tensor), tile) for tensor, tile, _ in requests.writes}
         if len(seen) < len(requests.writes):
             raise _written_twice(requests.writes)
+        if any(address % MEMORY_ALIGNMENT for _, _, address in requests.writes):
+            raise _misaligned()
         for tensor, tile, _ in requests.writes:
             if not tensor.layout.spec.mutable:
                 self.check_replaceable(tensor, tile)
@@ -423,10 +426,14 @@ def _array(extents: Extents) -> Int64Array:
 
 def _checked(extents: Int64Array) -> Int64Array:
     if (extents[:, 1] % MEMORY_ALIGNMENT).any():
-        raise StoreError(
-            f"memory for direct I/O must be aligned to {MEMORY_ALIGNMENT} bytes; use slots of a PinnedArena"
-        )
+        raise _misaligned()
     return extents
+
+
+def _misaligned() -> StoreError:
+    return StoreError(
+        f"memory for direct I/O must be aligned to {MEMORY_ALIGNMENT} bytes; use slots of a PinnedArena"
+    )
 
 
 def _lost(tensor: StoredTensor) -> StoreError:
