@@ -21,7 +21,7 @@ from memascend_jax.bench.tensor_set import TensorSet
 from memascend_jax.units import MIB, round_up
 
 #: fio's clock ticks in milliseconds: of a real measurement, a job moves at least this much.
-_FIO_BYTES = 512 * MIB
+_FIO_BYTES = 256 * MIB
 _FIO_ROW_BYTES = 128 * MIB
 
 

@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contenders that do the same work in turns, so that a disk that drifts is as unfair to one as to the other."""
+"""Contenders that do the same work in turns, so that a disk that drifts is as unfair to one as to the other.
+
+The order in a round is drawn anew each time: in a fixed or rotating one the same contender would always come after the
+same other, whose caches and writes it would find.
+"""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
@@ -75,9 +80,9 @@ def compete(
 
 def _compete_in(case: Case, entered: Sequence[tuple[Contender, Series]], rounds: int) -> None:
     """Measures one case; the first round warms up."""
+    draw = random.Random(0)
     for turn in range(rounds + 1):
-        first = turn % len(entered)
-        for contender, one in (*entered[first:], *entered[:first]):
+        for contender, one in draw.sample(entered, len(entered)):
             if one.error:
                 continue
             try:
