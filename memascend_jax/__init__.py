@@ -11,6 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from memascend_jax.memory.arena import PinnedArena as PinnedArena
+    from memascend_jax.optim.transforms import adam as adam
+    from memascend_jax.optim.transforms import adamw as adamw
+    from memascend_jax.optim.transforms import lion as lion
+    from memascend_jax.optim.transforms import sgd as sgd
     from memascend_jax.storage.tensor_store import TensorSpec as TensorSpec
     from memascend_jax.storage.tensor_store import TensorStore as TensorStore
 
@@ -20,8 +24,12 @@ _HOME = {
     "PinnedArena": "memascend_jax.memory.arena",
     "TensorStore": "memascend_jax.storage.tensor_store",
     "TensorSpec": "memascend_jax.storage.tensor_store",
+    "adam": "memascend_jax.optim.transforms",
+    "adamw": "memascend_jax.optim.transforms",
+    "lion": "memascend_jax.optim.transforms",
+    "sgd": "memascend_jax.optim.transforms",
 }
-__all__ = ["PinnedArena", "TensorSpec", "TensorStore", "__version__"]
+__all__ = ["PinnedArena", "TensorSpec", "TensorStore", "__version__", "adam", "adamw", "lion", "sgd"]
 
 
 def __getattr__(name: str) -> Any:

@@ -136,23 +136,26 @@ def crc32c_many(
     addresses: npt.NDArray[np.int64], nbytes: npt.NDArray[np.int64], one_thread: bool = False
 ) -> npt.NDArray[np.uint32]: ...
 def copy(dst_address: int, src_address: int, nbytes: int) -> None: ...
-def adamw(
+def fused_update(
     *,
-    master: int,
-    mu: int,
-    nu: int,
+    kernel: str,
+    param: int,
+    mu: int = 0,
+    nu: int = 0,
     grad: int,
     n: int,
     grad_dtype: str,
-    param: int = 0,
-    param_dtype: str = "",
+    rounded: int = 0,
+    rounded_dtype: str = "",
     lr: float,
-    b1: float,
-    b2: float,
-    eps: float,
-    weight_decay: float,
-    bias1: float,
-    bias2: float,
+    b1: float = 0.0,
+    b2: float = 0.0,
+    eps: float = 0.0,
+    eps_root: float = 0.0,
+    weight_decay: float = 0.0,
+    bias1: float = 1.0,
+    bias1_next: float = 1.0,
+    bias2: float = 1.0,
     grad_scale: float = 1.0,
 ) -> None: ...
 def norm_squared(address: int, n: int, dtype: str) -> tuple[float, bool]: ...

@@ -64,15 +64,16 @@ def update_tile(
     weight_decay: float,
 ) -> None:
     """Updates one tile in place; releases the GIL. The tile's memory must stay leased meanwhile."""
-    _core.adamw(
-        master=tile.master,
+    _core.fused_update(
+        kernel="adam",
+        param=tile.master,
         mu=tile.mu,
         nu=tile.nu,
         grad=tile.grad,
         n=tile.n_elements,
         grad_dtype=grad_dtype,
-        param=tile.param,
-        param_dtype=param_dtype if tile.param else "",
+        rounded=tile.param,
+        rounded_dtype=param_dtype if tile.param else "",
         lr=scale.learning_rate,
         b1=hyper.b1,
         b2=hyper.b2,

@@ -60,31 +60,6 @@ py::array_t<std::uint32_t> checksums_of(const Column& addresses, const Column& l
   return out;
 }
 
-void* typed_pointer(std::uintptr_t address, FloatType type, const char* what) {
-  if (type == FloatType::kFloat32) return pointer<float>(address, what);
-  return pointer<std::uint16_t>(address, what);
-}
-
-void adamw_of(std::uintptr_t master, std::uintptr_t mu, std::uintptr_t nu, std::uintptr_t grad,
-              std::uint64_t n, const std::string& grad_dtype, std::uintptr_t param,
-              const std::string& param_dtype, double lr, double b1, double b2, double eps,
-              double weight_decay, double bias1, double bias2, double grad_scale) {
-  if (n == 0) return;
-  AdamwTile tile{};
-  tile.n = n;
-  tile.grad_type = float_type_named(grad_dtype);
-  tile.master = pointer<float>(master, "master");
-  tile.mu = pointer<float>(mu, "mu");
-  tile.nu = pointer<float>(nu, "nu");
-  tile.grad = typed_pointer(grad, tile.grad_type, "grad");
-  if (param != 0) {
-    tile.param_type = float_type_named(param_dtype);
-    tile.param = typed_pointer(param, tile.param_type, "param");
-  }
-  const py::gil_scoped_release without_gil;
-  adamw(tile, {lr, b1, b2, eps, weight_decay, bias1, bias2, grad_scale});
-}
-
 py::tuple norm_of(std::uintptr_t address, std::uint64_t n, const std::string& dtype) {
   const FloatType type = float_type_named(dtype);
   SquareSum result{0, false};
@@ -132,11 +107,6 @@ void bind_kernels(py::module_& module) {
       py::arg("dst_address"), py::arg("src_address"), py::arg("nbytes"),
       "Copies between addresses that do not overlap, on the kernel threads.");
 
-  module.def("adamw", &adamw_of, py::kw_only(), py::arg("master"), py::arg("mu"), py::arg("nu"),
-             py::arg("grad"), py::arg("n"), py::arg("grad_dtype"), py::arg("param") = 0,
-             py::arg("param_dtype") = "", py::arg("lr"), py::arg("b1"), py::arg("b2"),
-             py::arg("eps"), py::arg("weight_decay"), py::arg("bias1"), py::arg("bias2"),
-             py::arg("grad_scale") = 1.0, docs::kAdamwDoc);
   module.def(
       "norm_squared", &norm_of, py::arg("address"), py::arg("n"), py::arg("dtype"),
       "(sum of squares in double precision, whether any element is inf or nan), in one pass.");

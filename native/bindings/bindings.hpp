@@ -7,6 +7,9 @@
 
 #include <chrono>
 #include <cstdint>
+#include <string>
+
+#include "memascend/kernels.hpp"
 
 namespace memascend {
 
@@ -15,6 +18,7 @@ namespace py = pybind11;
 void bind_arena(py::module_& module);
 void bind_io(py::module_& module);
 void bind_kernels(py::module_& module);
+void bind_optimizer(py::module_& module);
 
 // Addresses travel as integers: they come from leases and from jax arrays alike.
 template <typename T>
@@ -23,6 +27,11 @@ T* pointer(std::uintptr_t address, const char* what) {
   if (address % alignof(T) != 0)
     throw py::value_error(std::string(what) + " is not aligned to its type");
   return reinterpret_cast<T*>(address);
+}
+
+inline void* typed_pointer(std::uintptr_t address, FloatType type, const char* what) {
+  if (type == FloatType::kFloat32) return pointer<float>(address, what);
+  return pointer<std::uint16_t>(address, what);
 }
 
 // Seconds of a Python caller, cut to what the clock can hold.

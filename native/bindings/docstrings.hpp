@@ -215,19 +215,25 @@ Raises:
     OSError: the first failure, with errno, member, offset and path; at every call.
 )";
 
-inline constexpr const char* kAdamwDoc =
-    R"(One AdamW step over n elements, in place, in optax's order of operations, all in float32:
+inline constexpr const char* kFusedUpdateDoc =
+    R"(One optimizer step over n elements, in place, in optax's order of operations, all in float32.
 
-    g  = grad * grad_scale
-    mu = b1 * mu + (1 - b1) * g
-    nu = b2 * nu + (1 - b2) * g**2
-    master -= lr * ((mu / bias1) / (sqrt(nu / bias2) + eps) + weight_decay * master)
+With g = grad * grad_scale and the direction u, param -= lr * (u + weight_decay * param):
+
+    adam           mu = b1 * mu + (1 - b1) * g;  nu = b2 * nu + (1 - b2) * g**2
+                   u = (mu / bias1) / (sqrt(nu / bias2 + eps_root) + eps)
+    adam_nesterov  the same with b1 * (mu / bias1_next) + (1 - b1) * (g / bias1) above the line
+    lion           u = sign(b1 * mu + (1 - b1) * g);  mu = b2 * mu + (1 - b2) * g
+    momentum       mu = g + b1 * mu;  u = mu
+    nesterov       mu = g + b1 * mu;  u = g + b1 * mu
+    sgd            u = g
 
 Args:
-    master, mu, nu: addresses of float32 arrays, updated in place.
+    kernel: one of these names.
+    param, mu, nu: addresses of float32 arrays, updated in place; 0 for moments a kernel has not.
     grad: address of the gradient, of type grad_dtype ("float32", "bfloat16", "float16").
-    param: address where the new master goes, rounded to param_dtype; 0 for none.
-    bias1, bias2: 1 - b1**t and 1 - b2**t at step t = 1, 2, ...
+    rounded: address where the new parameters go, rounded to rounded_dtype; 0 for none.
+    bias1, bias1_next, bias2: 1 - b1**t, 1 - b1**(t + 1) and 1 - b2**t at step t = 1, 2, ...
 
 bfloat16 is rounded to nearest with ties away from zero, float16 with ties to even. Denormals are
 flushed to zero, as XLA does on CPU. The bits do not depend on threads or instruction set.

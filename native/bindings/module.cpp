@@ -37,4 +37,5 @@ PYBIND11_MODULE(_core, module) {
   memascend::bind_arena(module);
   memascend::bind_io(module);
   memascend::bind_kernels(module);
+  memascend::bind_optimizer(module);
 }

@@ -12,6 +12,7 @@
 #include "check.hpp"
 #include "float_formats.hpp"
 #include "memascend/isa.hpp"
+#include "memascend/optimizer.hpp"
 #include "memascend/thread_pool.hpp"
 
 using namespace memascend;
@@ -64,27 +65,38 @@ struct State {
   std::vector<std::uint32_t> param;
 };
 
-constexpr AdamwScalars kScalars{1e-3, 0.9, 0.999, 1e-8, 0.01, 1 - 0.9 * 0.9, 1 - 0.999 * 0.999,
-                                0.5};
+constexpr UpdateNumbers kScalars{
+    1e-3, 0.9, 0.999, 1e-8, 0.0, 0.01, 1 - 0.9 * 0.9, 1 - 0.9 * 0.9 * 0.9, 1 - 0.999 * 0.999, 0.5};
 
-State after_adamw(std::uint64_t n, FloatType grad_type, bool with_param, FloatType param_type) {
+constexpr UpdateRule kRules[] = {UpdateRule::kAdam,     UpdateRule::kAdamNesterov,
+                                 UpdateRule::kLion,     UpdateRule::kSgd,
+                                 UpdateRule::kMomentum, UpdateRule::kNesterov};
+
+State after_update(UpdateRule rule, std::uint64_t n, FloatType grad_type, bool with_param,
+                   FloatType param_type) {
   State s{random_floats(n, 1), random_floats(n, 2), random_floats(n, 3), {}};
   for (auto& v : s.nu) v = std::fabs(v);
   const std::vector<float> grads = random_floats(n, 4);
   const std::vector<std::uint16_t> half_grads = halves_of(grads, grad_type);
   s.param.assign(n + 1, 0xA5A5A5A5U);
-  AdamwTile tile{};
-  tile.master = s.master.data();
+  FusedTile tile{};
+  tile.param = s.master.data();
   tile.mu = s.mu.data();
   tile.nu = s.nu.data();
   tile.grad = grad_type == FloatType::kFloat32 ? static_cast<const void*>(grads.data())
                                                : static_cast<const void*>(half_grads.data());
   tile.grad_type = grad_type;
-  tile.param = with_param ? s.param.data() : nullptr;
-  tile.param_type = param_type;
+  tile.rounded = with_param ? s.param.data() : nullptr;
+  tile.rounded_type = param_type;
   tile.n = n;
-  adamw(tile, kScalars);
+  if (moments_of(rule) < 2) tile.nu = nullptr;
+  if (moments_of(rule) < 1) tile.mu = nullptr;
+  fused_update(rule, tile, kScalars);
   return s;
+}
+
+State after_adamw(std::uint64_t n, FloatType grad_type, bool with_param, FloatType param_type) {
+  return after_update(UpdateRule::kAdam, n, grad_type, with_param, param_type);
 }
 
 template <typename T>
@@ -220,6 +232,32 @@ TEST(adamw_agrees_between_instruction_sets_for_every_type_at_every_length) {
           CHECK(same_bits(after_adamw(n, grad, false, param), without));
         }
       }
+}
+
+TEST(every_rule_agrees_between_instruction_sets) {
+  for (const UpdateRule rule : kRules)
+    for (const FloatType grad : kTypes)
+      for (const std::uint64_t n : {0U, 1U, 15U, 16U, 17U, 63U, 79U, 32769U}) {
+        use_isa("scalar");
+        const State expected = after_update(rule, n, grad, true, FloatType::kBfloat16);
+        for (const auto& isa : instruction_sets()) {
+          use_isa(isa);
+          CHECK(same_bits(after_update(rule, n, grad, true, FloatType::kBfloat16), expected));
+        }
+      }
+}
+
+TEST(lion_passes_a_nan_on) {
+  float param = 1.0F;
+  float mu = std::numeric_limits<float>::quiet_NaN();
+  const float grad = 1.0F;
+  FusedTile tile{};
+  tile.param = &param;
+  tile.mu = &mu;
+  tile.grad = &grad;
+  tile.n = 1;
+  fused_update(UpdateRule::kLion, tile, kScalars);
+  CHECK(std::isnan(param) && std::isnan(mu));
 }
 
 TEST(adamw_writes_the_rounded_master_as_parameter_and_nothing_behind_it) {

@@ -32,8 +32,9 @@ def test_ten_steps_of_adamw_equal_optax() -> None:
     for step in range(steps):
         updates, state = optimizer.update(jnp.asarray(grads[step]), state, params)
         params = optax.apply_updates(params, updates)
-        _core.adamw(
-            master=master.ctypes.data,
+        _core.fused_update(
+            kernel="adam",
+            param=master.ctypes.data,
             mu=mu.ctypes.data,
             nu=nu.ctypes.data,
             grad=grads[step].ctypes.data,
@@ -61,8 +62,9 @@ def _optax_bias(decay: float, count: int) -> float:
 def test_the_gradient_is_scaled_before_it_is_used() -> None:
     def run(grad: np.ndarray, scale: float) -> np.ndarray:
         master, mu, nu = (np.full(64, value, np.float32) for value in (1.0, 0.1, 0.2))
-        _core.adamw(
-            master=master.ctypes.data, mu=mu.ctypes.data, nu=nu.ctypes.data, grad=grad.ctypes.data, n=64,
+        _core.fused_update(
+            kernel="adam",
+            param=master.ctypes.data, mu=mu.ctypes.data, nu=nu.ctypes.data, grad=grad.ctypes.data, n=64,
             grad_dtype="float32", lr=0.1, b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.0, bias1=0.5, bias2=0.5,
             grad_scale=scale,
         )  # fmt: skip
@@ -135,8 +137,8 @@ def test_denormal_moments_are_flushed_as_xla_does() -> None:
     tiny = np.float32(1e-42)
     master, mu, nu = np.ones(8, np.float32), np.full(8, tiny), np.full(8, tiny)
     grad = np.zeros(8, np.float32)
-    _core.adamw(
-        master=master.ctypes.data, mu=mu.ctypes.data, nu=nu.ctypes.data, grad=grad.ctypes.data, n=8,
+    _core.fused_update(
+        kernel="adam", param=master.ctypes.data, mu=mu.ctypes.data, nu=nu.ctypes.data, grad=grad.ctypes.data, n=8,
         grad_dtype="float32", lr=1e-3, b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.0, bias1=1.0, bias2=1.0,
     )  # fmt: skip
     assert not mu.any()
