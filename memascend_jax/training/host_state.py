@@ -58,6 +58,7 @@ class HostState:
                 self._homes.setdefault(piece.tensor, []).append(_Home(piece, index, view))
         for index in residency.gradients:
             self.attach(index)
+        self._stay = residency.gradients
 
     def groups_of(self, tensors: Iterable[str]) -> list[int]:
         """Returns the groups of ``tensors``, ascending."""
@@ -85,6 +86,12 @@ class HostState:
             for piece in self._layout.update_groups[index].pieces:
                 self._homes[piece.tensor][piece.tile].view = None
             lease.release()
+
+    def detach_all(self) -> None:
+        """Ends every ``attach``: after a failure nobody else would, and who waits for a slot would wait for ever."""
+        for index in list(self._gradients):
+            if index not in self._stay:
+                self.detach(index)
 
     def slot(self, index: int) -> Lease | None:
         """Returns the slot of a group whose state stays."""

@@ -110,6 +110,8 @@ class SsdPlacement:
         if self._early is not None and tensor in self._early_tensors:
             with self._clock.span("optimizer"):
                 for index in self._host.groups_of([tensor]):
+                    # After a failure no slot comes back: it would be waited for in vain.
+                    self._update.check()
                     self._host.attach(index)
         for run in self._host.runs(tensor, start, n_elements):
             lease = None

@@ -185,6 +185,11 @@ class UpdateStream:
             if running is not None and self._handing_over:
                 self._changed.wait_for(lambda: self._updated[tensor] == self._sizes[tensor] or running.done())
 
+    def check(self) -> None:
+        """Raises what the running update failed with, if it has; waits for nothing."""
+        if self._running is not None and self._running.done():
+            self._running.result()
+
     def finish(self) -> None:
         """Waits for the end of the running update, which needs no reader from now on; raises what it failed with."""
         with self._changed:
@@ -216,6 +221,9 @@ class UpdateStream:
         try:
             with trace.span(trace.PHASE, "update"):
                 self._stream(queue, reading, writing)
+        except BaseException:
+            self._host.detach_all()
+            raise
         finally:
             # After a failure the kernel may still be using these slots: wait before they are lent again.
             for ticket, lease in [*((item.ticket, item.lease) for item in reading if item.leased), *writing]:
