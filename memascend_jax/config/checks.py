@@ -20,7 +20,6 @@ Finding = tuple[tuple[str, ...], str]
 UNAVAILABLE: dict[str, frozenset[Any]] = {
     "model.compute_dtype": frozenset({"float16"}),
     "optimizer.state_format": frozenset({"split", "split_bf16", "bf16", "int8"}),
-    "offload.placement": frozenset({"host"}),
 }
 
 
@@ -145,6 +144,19 @@ def _offload(config: Config) -> Iterator[Finding]:
             f"offload.update=in_backward cannot wait for {names}, which need the whole gradient; set them to"
             " null or use offload.update=exact",
         )
+    if offload.placement in ("host", "memory"):
+        where = f"offload.placement={offload.placement} keeps nothing on disk"
+        if config.run.resume == "required":
+            yield (
+                ("run.resume", "offload.placement"),
+                f"run.resume=required needs a run on disk to go on with, but {where}; use offload.placement=ssd",
+            )
+        if offload.durability in ("step", "checkpoint"):
+            yield (
+                ("offload.durability", "offload.placement"),
+                f"offload.durability={offload.durability} is about a store, but {where}; leave it out, or use"
+                " offload.placement=ssd",
+            )
     if len(set(offload.store)) != len(offload.store):
         twice = next(path for path in offload.store if offload.store.count(path) > 1)
         yield ("offload.store",), f"offload.store names {twice!r} twice; each path is another SSD"

@@ -174,8 +174,9 @@ class OffloadSection(Section):
     )
     placement: Literal["plan", "ssd", "host", "memory"] = Field(
         default="plan",
-        description="Home of the training state: ssd, host (memory caches it), memory (all of it,"
-        " for reference), or plan: chosen by the planner.",
+        description="Home of the training state: ssd, host (all of it in pinned memory, nothing on disk"
+        " before the export), memory (the same, one thing after the other: the reference), or plan: ssd,"
+        " with as much cached as the budget holds.",
     )
     update: Literal["plan", "exact", "in_backward"] = Field(
         default="plan",

@@ -16,7 +16,7 @@ from memascend_jax.checkpoints.export import export_huggingface
 from memascend_jax.config import Config, to_dict
 from memascend_jax.data.batches import BatchOrder, steps_of_epochs
 from memascend_jax.data.dataset import Dataset
-from memascend_jax.errors import StoppedError
+from memascend_jax.errors import MemascendError, RunError, StoppedError
 from memascend_jax.memory.allocator import limit_heap_growth, trim_heap
 from memascend_jax.memory.meter import Meter, take_sample
 from memascend_jax.observe.failure import say_at_once
@@ -29,7 +29,7 @@ from memascend_jax.recipes.gauges import build_gauges, meter_facts
 from memascend_jax.recipes.inputs import ModelSource, open_data, open_model
 from memascend_jax.recipes.planning import plan_config
 from memascend_jax.recipes.run_folder import RunFolder
-from memascend_jax.recipes.run_store import durability_note, find_run, open_store
+from memascend_jax.recipes.run_store import durability_note, find_run, has_store, open_store
 from memascend_jax.recipes.run_summary import summarise
 from memascend_jax.recipes.session import Session, open_arena, open_session
 from memascend_jax.recipes.store_place import check_places
@@ -60,6 +60,8 @@ class Run:
     total_steps: int
     state: RunState
     resumed: bool
+    #: The model as a stop left it, where there is no store to go on from.
+    kept: Path | None = None
 
 
 def run(config: Config) -> int:
@@ -83,7 +85,7 @@ def run(config: Config) -> int:
             _save(job, session)
         except StoppedError as error:
             job.folder.write_last_status("stopped", job.state.step, job.total_steps, str(error))
-            raise StoppedError(f"{error}; {_how_to_go_on(job)}") from None
+            raise _stopped(job, error) from None
         except BaseException as error:
             state, why = "failed", str(error) or repr(error)
             if isinstance(error, KeyboardInterrupt):
@@ -98,10 +100,19 @@ def _say_stopping(signal_name: str) -> None:
     say_at_once(f"memascend: {signal_name}: stopping at the next committed step; Ctrl-C again ends at once")
 
 
+def _stopped(job: Run, error: StoppedError) -> MemascendError:
+    text = f"{error}; {_how_to_go_on(job)}"
+    # Only what can be resumed ends with the status that says so.
+    return StoppedError(text) if has_store(job.config) else RunError(text)
+
+
 def _how_to_go_on(job: Run) -> str:
-    if job.plan.placement == "memory":
-        return "offload.placement=memory keeps nothing on disk, so it cannot be resumed"
-    return "the same command goes on from there"
+    if has_store(job.config):
+        return "the same command goes on from there"
+    lost = f"offload.placement={job.plan.placement} keeps nothing on disk, so it cannot be resumed"
+    if job.kept is None:
+        return lost
+    return f"{lost}. The model as it is now is in {job.kept}: a new run can begin with it (model.source)"
 
 
 def _load(config: Config, stack: ExitStack) -> Run:
@@ -111,7 +122,7 @@ def _load(config: Config, stack: ExitStack) -> Run:
     if found is None:
         folder.check_writable()
         folder.check_is_free()
-        if config.offload.placement != "memory":
+        if has_store(config):
             check_places(config)
     else:
         state = found.state
@@ -248,12 +259,31 @@ def _train(job: Run, session: Session, trainer: Trainer, stop: StopRequest) -> N
     job.folder.write_status("running", job.state.step, job.total_steps)
     if _evaluation_is_missing(job):
         job.state = _evaluated(job, session, job.state)
-    with job.screen.training(job.total_steps, job.state.step) as on_line:
-        job.state = trainer.train(
-            job.state, data, job.total_steps, stop, on_line, lambda state: _after_step(job, session, state)
-        )
+    try:
+        with job.screen.training(job.total_steps, job.state.step) as on_line:
+            job.state = trainer.train(
+                job.state,
+                data,
+                job.total_steps,
+                stop,
+                on_line,
+                lambda state: _after_step(job, session, state),
+            )
+    except StoppedError:
+        _keep_model(job, session)
+        raise
     trim_heap()
     _commit(job, session, eval_loss_after=_held_out_loss(job, session), answers_after=_answers(job, session))
+
+
+def _keep_model(job: Run, session: Session) -> None:
+    """Exports what a stop would lose, beside the place of a finished run's export."""
+    if has_store(job.config) or not job.config.run.export or job.state.step == 0:
+        return
+    folder = job.folder.path / f"export_step_{job.state.step}"
+    job.screen.say(f"nothing of this run is on disk: writing the model to {folder}")
+    _export(job, session, folder)
+    job.kept = folder
 
 
 def _after_step(job: Run, session: Session, state: RunState) -> RunState:
@@ -311,7 +341,7 @@ def _save(job: Run, session: Session) -> None:
     """Exports the model and writes the summary."""
     # A folder that is there was finished by this run before it was interrupted: it is renamed into place whole.
     if job.config.run.export and not job.folder.export.exists():
-        _export(job, session)
+        _export(job, session, job.folder.export)
     summary = summarise(
         job.state,
         job.plan,
@@ -336,7 +366,7 @@ def _check_budget(job: Run) -> None:
         )
 
 
-def _export(job: Run, session: Session) -> None:
+def _export(job: Run, session: Session, folder: Path) -> None:
     checkpoint = job.model.checkpoint
     layout = job.plan.layout
     export_huggingface(
@@ -345,7 +375,7 @@ def _export(job: Run, session: Session) -> None:
         layout.format.param_dtype,
         job.model.config,
         checkpoint.export_files() if checkpoint else {},
-        job.folder.export,
+        folder,
     )
 
 

@@ -10,7 +10,7 @@ import jax
 
 from memascend_jax.memory.meter import Gauges, memory_limit_bytes
 from memascend_jax.recipes.session import Session
-from memascend_jax.training.plan import RunPlan
+from memascend_jax.training.plan import RunPlan, slots_bytes
 from memascend_jax.transfer.live_bytes import live_bytes
 
 
@@ -39,7 +39,7 @@ def meter_facts(plan: RunPlan) -> dict[str, Any]:
     """Returns what does not change during a run: budget, prediction, limit, and the arena by what it is for."""
     arena: dict[str, int] = {}
     for name, size in plan.size_classes.items():
-        arena[_kind(name)] = arena.get(_kind(name), 0) + size.nbytes * size.count
+        arena[_kind(name)] = arena.get(_kind(name), 0) + slots_bytes(size, plan.page_bytes)
     arena["store"] = plan.arena_bytes - sum(arena.values())
     return {
         "budget_bytes": plan.memory.budget_bytes,
@@ -50,5 +50,5 @@ def meter_facts(plan: RunPlan) -> dict[str, Any]:
 
 
 def _kind(class_name: str) -> str:
-    """``layer`` for ``layer:3538944``; classes of the placement in memory are named after tensors."""
+    """``layer`` for ``layer:3538944``; classes of state whole in memory are named after tensors."""
     return "state" if "." in class_name else class_name.partition(":")[0]

@@ -58,7 +58,8 @@ def plan_config(
         shape,
         state_format_of(config),
         workload_of(config, n_examples),
-        placement="memory" if config.offload.placement == "memory" else "ssd",
+        # The planner's own choice loses nothing in a crash, and keeps in memory what the budget has room for.
+        placement="ssd" if config.offload.placement == "plan" else config.offload.placement,
         durability=config.offload.durability,
         in_backward=updates_in_backward(config),
         budget_bytes=_budget(config, this_machine),

@@ -27,6 +27,11 @@ class Found:
     store_id: str
 
 
+def has_store(config: Config) -> bool:
+    """Returns whether a run keeps its state in a store, from which it can go on."""
+    return config.offload.placement not in ("host", "memory")
+
+
 def find_run(config: Config) -> Found | None:
     """Returns the run that the configured store holds, or None when there is nothing to go on with.
 
@@ -36,11 +41,11 @@ def find_run(config: Config) -> Found | None:
             holds something else.
         ConfigError: the store's run was started with other settings that change the training.
     """
+    if not has_store(config):
+        return None
     paths = [str(path) for path in store_paths(config)]
     exists = any(map(is_member, resolve_paths(paths)))
     resume = config.run.resume
-    if config.offload.placement == "memory":
-        return None
     if not exists:
         if resume == "required":
             raise StoreError(f"run.resume=required, but there is no store at {', '.join(paths)}")

@@ -8,9 +8,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from memascend_jax.config import Config
-from memascend_jax.memory.arena import PinnedArena, page_bytes
+from memascend_jax.memory.arena import PinnedArena
 from memascend_jax.memory.pool import SlotPool
-from memascend_jax.memory.rounding import exact_bytes
 from memascend_jax.models.llama import LlamaStages
 from memascend_jax.observe import trace
 from memascend_jax.observe.step_clock import StepClock
@@ -18,6 +17,7 @@ from memascend_jax.optim.adamw import AdamW
 from memascend_jax.optim.schedules import build_schedule
 from memascend_jax.storage.tensor_store import TensorStore
 from memascend_jax.training.forward_backward import StreamedModel
+from memascend_jax.training.host_placement import HostPlacement
 from memascend_jax.training.memory_placement import MemoryPlacement
 from memascend_jax.training.placement import Placement
 from memascend_jax.training.plan import RunPlan
@@ -46,16 +46,10 @@ class Session:
 @contextmanager
 def open_arena(plan: RunPlan) -> Iterator[PinnedArena]:
     """Yields the arena of exactly the planned bytes; closed at the end unless the run failed."""
-    arena = PinnedArena(arena_capacity(plan, page_bytes()))
+    arena = PinnedArena(plan.arena_bytes)
     # After a failure slots may be leased or read still; the process ends with them, and the failure is what counts.
     yield arena
     arena.close()
-
-
-def arena_capacity(plan: RunPlan, page: int) -> int:
-    """Returns the bytes of an arena with pages of ``page`` bytes: the plan's, which counts in disk blocks, or more."""
-    sizes = [size.nbytes for size in plan.size_classes.values() for _ in range(size.count)]
-    return plan.arena_bytes - sum(sizes) + exact_bytes(sizes, page)
 
 
 @contextmanager
@@ -93,6 +87,8 @@ def open_session(
 def _build_placement(
     plan: RunPlan, store: TensorStore | None, pool: SlotPool, transfer: Transfer, clock: StepClock
 ) -> Placement:
+    if plan.placement == "host":
+        return HostPlacement(plan.layout, pool, transfer, clock, early_update=plan.depths.early_update)
     if store is None:
         return MemoryPlacement(plan.layout, pool, transfer, clock)
     return SsdPlacement(

@@ -22,7 +22,7 @@ from memascend_jax.training.model_layout import (
     leaf_name,
 )
 from memascend_jax.training.placement import LoadedGroup
-from memascend_jax.training.slot_classes import gradient_name, memory_classes, memory_contents
+from memascend_jax.training.slot_classes import MemoryContents, gradient_name, memory_contents
 from memascend_jax.training.stage_schedule import StageKey
 from memascend_jax.transfer import Transfer
 
@@ -33,15 +33,23 @@ if TYPE_CHECKING:
 class MemoryPlacement:
     """Everything in leases that are held for the whole run; nothing is read or written, only aliased."""
 
-    def __init__(self, layout: ModelLayout, pool: SlotPool, transfer: Transfer, clock: StepClock) -> None:
+    def __init__(
+        self,
+        layout: ModelLayout,
+        pool: SlotPool,
+        transfer: Transfer,
+        clock: StepClock,
+        contents: MemoryContents | None = None,
+    ) -> None:
         self.version = 0
         self.overlaps_update = False
         self._layout = layout
         self._transfer = transfer
         self._clock = clock
-        self._leases: Mapping[str, Lease] = {name: pool.lease(name) for name in memory_classes(layout)}
+        contents = memory_contents(layout) if contents is None else contents
+        self._leases: Mapping[str, Lease] = {name: pool.lease(name) for name in contents}
         self._views: dict[str, NDArray[Any]] = {}
-        for name, (elements, dtype) in memory_contents(layout).items():
+        for name, (elements, dtype) in contents.items():
             self._views[name] = self._leases[name].view(to_dtype(dtype), (elements,))
             self._views[name].view(np.uint8)[:] = 0
 
@@ -57,7 +65,7 @@ class MemoryPlacement:
         size = itemsize(self._layout.format.grad_dtype)
         gradient.block_until_ready()
         with self._clock.span("device_to_host"):
-            address = self._leases[gradient_name(tensor)].address + start * size
+            address = self._gradient_address(tensor) + start * size
             self._transfer.copy_out(gradient, address, 0, n_elements * size)
 
     def begin_early_update(self, apply: Callable[[LoadedGroup], None]) -> None:
@@ -103,6 +111,12 @@ class MemoryPlacement:
         for lease in self._leases.values():
             lease.release()
 
+    def wait_for(self, part: StagePart) -> None:
+        """Waits until a stage may read ``part``: at once, as nothing runs beside the step."""
+
+    def _gradient_address(self, tensor: str) -> int:
+        return self._leases[gradient_name(tensor)].address
+
     def _name(self, piece: UpdatePiece, leaf: str) -> str:
         return gradient_name(piece.tensor) if leaf == GRADIENT else leaf_name(piece.tensor, leaf)
 
@@ -126,6 +140,8 @@ class MemoryStage:
     def arrays(self) -> dict[str, jax.Array]:
         if self._arrays is None:
             owner, dtype = self._owner, self._owner._layout.format.param_dtype
+            for part in self._parts:
+                owner.wait_for(part)
             with owner._clock.span("host_to_device"):
                 self._arrays = {
                     part.local_name: owner._transfer.to_device(

@@ -7,6 +7,7 @@ The same arithmetic chooses slot counts and tile sizes, prints the plan, and is 
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -27,10 +28,18 @@ from memascend_jax.training.residency import (
     plan_residency,
     spooled_groups,
 )
-from memascend_jax.training.slot_classes import GRADIENTS, INPUTS, SPOOL, UPDATE, memory_classes, part_class
+from memascend_jax.training.slot_classes import (
+    GRADIENTS,
+    INPUTS,
+    SPOOL,
+    UPDATE,
+    host_classes,
+    memory_classes,
+    part_class,
+)
 from memascend_jax.training.stage_schedule import HEAD, LAYER, NORM, StageKey
 from memascend_jax.training.step_traffic import PhaseTraffic, step_traffic
-from memascend_jax.units import MIB, format_bytes, round_up
+from memascend_jax.units import MIB, counted, format_bytes, round_up
 
 #: Interpreter, jax, flax, optax, tokenizers and loaded executables; the compiler at its peak. Measured:
 #: "Resident memory of the runtime" and "The plan against the peak" in docs/experiment_log.md.
@@ -106,7 +115,10 @@ SHORTEST_SEQUENCE = 64
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """Where every byte of a run lives and what a step moves."""
+    """Where every byte of a run lives and what a step moves.
+
+    ``size_classes`` and disk traffic count in disk blocks, memory in whole pages of ``page_bytes``.
+    """
 
     layout: ModelLayout
     placement: str
@@ -119,6 +131,7 @@ class RunPlan:
     spilled_bytes: int
     disk_bytes: int
     traffic: tuple[PhaseTraffic, ...]
+    page_bytes: int
 
     @property
     def ssd_read_bytes_per_step(self) -> int:
@@ -131,7 +144,7 @@ class RunPlan:
     @property
     def arena_bytes(self) -> int:
         """Bytes of the arena: every slot, and the store's bounce memory."""
-        slots = sum(size.nbytes * size.count for size in self.size_classes.values())
+        slots = sum(slots_bytes(size, self.page_bytes) for size in self.size_classes.values())
         return slots + (BOUNCE_BYTES if self.placement == "ssd" else 0)
 
     @property
@@ -165,6 +178,8 @@ class RunPlan:
                 f"{format_bytes(self.layout.n_parameters * state.stored_bytes)}  {state.stored_bytes} bytes each",
             )
         ]
+        if self.placement != "ssd":
+            disk.append(("on disk before the export", "SSD", "nothing: a stop or a crash loses the training"))
         if self.placement == "ssd":
             disk += [
                 ("gradients of a step", "SSD", format_bytes(self.scratch_bytes)),
@@ -188,7 +203,7 @@ class RunPlan:
         return {
             "schema": 1,
             "placement": self.placement,
-            "durability": self.durability,
+            "durability": self.durability if self.placement == "ssd" else None,
             "parameters": self.layout.n_parameters,
             "state_format": self.layout.format.name,
             "depths": asdict(self.depths),
@@ -217,11 +232,12 @@ def plan_run(
     device_is_host: bool = True,
     disk_free_bytes: int | None = None,
     choices: Sequence[Depths] = CHOICES,
+    page_bytes: int = mmap.PAGESIZE,
 ) -> RunPlan:
     """Returns the fastest plan that keeps the budget.
 
     Args:
-        placement: ``ssd`` or ``memory``.
+        placement: ``ssd``, ``host`` or ``memory``.
         durability: ``step``, ``checkpoint``, or ``plan``: ``step`` if ``disk_free_bytes`` has room for it.
         budget_bytes: host memory for the whole process.
         in_backward: update layers in the backward; only without a clip or loss scale.
@@ -229,6 +245,7 @@ def plan_run(
             SSD traffic that a byte of memory saves.
         device_is_host: what the device holds is host memory, as on a CPU; else it has memory of its own, unbounded.
         disk_free_bytes: free space where the store goes; None: unknown, not checked here.
+        page_bytes: what every slot is rounded up to in memory; the disk counts in blocks.
 
     Raises:
         BudgetError: not even the smallest choice fits, with the numbers and what would help.
@@ -238,7 +255,7 @@ def plan_run(
     candidates: list[tuple[ModelLayout, Depths]] = []
 
     def memory_of(candidate: tuple[ModelLayout, Depths], workload: Workload) -> MemoryPlan:
-        consumers = tuple(_consumers(*candidate, workload, on_ssd))
+        consumers = tuple(_consumers(*candidate, workload, placement, page_bytes))
         if device_is_host:
             return MemoryPlan(consumers, budget_bytes)
         host = tuple(consumer for consumer in consumers if consumer.category != "device")
@@ -255,7 +272,8 @@ def plan_run(
     choose_plan(memory_plans(), lambda: _options(partial(memory_of, candidates[-1]), workload, placement))
     layout, depths = candidates[-1]
     if spend and on_ssd:
-        depths = _spend(layout, depths, budget_bytes - memory_of((layout, depths), workload).total_bytes)
+        spare = budget_bytes - memory_of((layout, depths), workload).total_bytes
+        depths = _spend(layout, depths, spare, page_bytes)
     plan = _plan(
         layout,
         depths,
@@ -264,6 +282,7 @@ def plan_run(
         durability,
         memory_of((layout, depths), workload),
         disk_free_bytes,
+        page_bytes,
     )
     if disk_free_bytes is not None and plan.disk_bytes > disk_free_bytes:
         raise BudgetError(
@@ -295,10 +314,17 @@ def least_tile_elements(n_parameters: int) -> int:
     return 1 << (max(n_parameters // MOST_TILES, 1) - 1).bit_length()
 
 
-def _spend(layout: ModelLayout, depths: Depths, spare_bytes: int) -> Depths:
+def slots_bytes(size: SizeClass, page_bytes: int) -> int:
+    """Returns the memory of all slots of a class: each is whole pages."""
+    return round_up(size.nbytes, page_bytes) * size.count
+
+
+def _spend(layout: ModelLayout, depths: Depths, spare_bytes: int, page_bytes: int) -> Depths:
     """Returns ``depths`` with as much kept in memory as ``spare_bytes`` hold."""
-    gradients = max(gradient_offsets(layout, group)[1] for group in layout.update_groups)
-    state = max(group.nbytes for group in layout.update_groups)
+    gradients = round_up(
+        max(gradient_offsets(layout, group)[1] for group in layout.update_groups), page_bytes
+    )
+    state = round_up(max(group.nbytes for group in layout.update_groups), page_bytes)
     n_groups = len(layout.update_groups)
     n_spooled = len(spooled_groups(layout, in_backward=depths.early_update))
 
@@ -310,8 +336,12 @@ def _spend(layout: ModelLayout, depths: Depths, spare_bytes: int) -> Depths:
 
     # A byte of gradients saves writing and reading it; a byte of parameters or of state only reading it.
     gradient_groups = afford(gradients, n_spooled)
-    more_layers = afford(_stage_bytes(layout, LAYER), max(layout.n_layers - depths.layer_slots, 0))
-    more_tiles = afford(_stage_bytes(layout, HEAD), max(layout.n_head_tiles - depths.head_slots, 0))
+    more_layers = afford(
+        _stage_bytes(layout, LAYER, page_bytes), max(layout.n_layers - depths.layer_slots, 0)
+    )
+    more_tiles = afford(
+        _stage_bytes(layout, HEAD, page_bytes), max(layout.n_head_tiles - depths.head_slots, 0)
+    )
     state_groups = 0
     if gradient_groups == n_spooled:
         # A group's whole slot has room for its gradients: where it had some, the slot for them alone is free again.
@@ -330,10 +360,11 @@ def _spend(layout: ModelLayout, depths: Depths, spare_bytes: int) -> Depths:
     )
 
 
-def _stage_bytes(layout: ModelLayout, kind: str) -> int:
+def _stage_bytes(layout: ModelLayout, kind: str, page_bytes: int = BLOCK_BYTES) -> int:
     """Bytes of the slots of one stage."""
     return sum(
-        _part_bytes(layout, math.prod(part.memory_shape)) for part in layout.stage_parts[StageKey(kind, 0)]
+        round_up(_part_bytes(layout, math.prod(part.memory_shape)), page_bytes)
+        for part in layout.stage_parts[StageKey(kind, 0)]
     )
 
 
@@ -371,6 +402,7 @@ def _plan(
     durability: str,
     memory: MemoryPlan,
     disk_free_bytes: int | None,
+    page_bytes: int,
 ) -> RunPlan:
     on_ssd, specs = placement == "ssd", store_specs(layout)
     scratch = sum(
@@ -384,19 +416,24 @@ def _plan(
         durability=kept,
         depths=depths,
         memory=memory,
-        size_classes=_size_classes(layout, depths, workload, on_ssd),
+        size_classes=_size_classes(layout, depths, workload, placement),
         specs=specs,
         scratch_bytes=scratch,
         spilled_bytes=_spilled_bytes(layout, depths, workload) if on_ssd else 0,
         disk_bytes=bytes_needed(specs, scratch, kept) if on_ssd else 0,
         traffic=_traffic(layout, depths, workload) if on_ssd else (),
+        page_bytes=page_bytes,
     )
 
 
 def _size_classes(
-    layout: ModelLayout, depths: Depths, workload: Workload, on_ssd: bool
+    layout: ModelLayout, depths: Depths, workload: Workload, placement: str
 ) -> dict[str, SizeClass]:
-    return ssd_classes(layout, depths, workload) if on_ssd else memory_classes(layout)
+    if placement == "ssd":
+        return ssd_classes(layout, depths, workload)
+    if placement == "host":
+        return host_classes(layout, early_update=depths.early_update)
+    return memory_classes(layout)
 
 
 def _durability(wanted: str, step_bytes: int, disk_free_bytes: int | None) -> Durability:
@@ -476,8 +513,10 @@ def _capacity(layout: ModelLayout, depths: Depths) -> dict[str, int]:
     }
 
 
-def _consumers(layout: ModelLayout, depths: Depths, workload: Workload, on_ssd: bool) -> Iterator[Consumer]:
-    classes = _size_classes(layout, depths, workload, on_ssd)
+def _consumers(
+    layout: ModelLayout, depths: Depths, workload: Workload, placement: str, page_bytes: int
+) -> Iterator[Consumer]:
+    classes = _size_classes(layout, depths, workload, placement)
     yield Consumer("runtime", "interpreter and libraries", RUNTIME_BYTES, "measured")
     if not _compiles_apart(layout):
         yield Consumer("runtime", "XLA compiler", COMPILER_BYTES, "measured")
@@ -485,11 +524,12 @@ def _consumers(layout: ModelLayout, depths: Depths, workload: Workload, on_ssd: 
         yield Consumer("runtime", "freed memory not given back", 4 * depths.heap_bytes)
     yield Consumer("runtime", "reserve", RESERVE_BYTES, "what differs between runs")
     yield Consumer("data", "tokenized examples", workload.n_examples * workload.seq_len * 16)
-    if on_ssd:
+    if placement == "ssd":
         for kind, what in ((LAYER, "layer slots"), (HEAD, "head tile slots"), (NORM, "norm slots")):
             chosen = [size for name, size in classes.items() if name.startswith(f"{kind}:")]
             slots = sum(size.count for size in chosen)
-            yield Consumer("arena", what, sum(size.nbytes * size.count for size in chosen), f"{slots} slots")
+            held = sum(slots_bytes(size, page_bytes) for size in chosen)
+            yield Consumer("arena", what, held, counted(slots, "slot", "slots"))
         for name, what in (
             (UPDATE, "optimizer tile slots"),
             (GRADIENTS, "gradients kept in memory"),
@@ -500,12 +540,13 @@ def _consumers(layout: ModelLayout, depths: Depths, workload: Workload, on_ssd: 
                 continue
             size = classes[name]
             how = f"{size.count} x {format_bytes(size.nbytes)}"
-            yield Consumer("arena", what, size.nbytes * size.count, how)
+            yield Consumer("arena", what, slots_bytes(size, page_bytes), how)
         yield Consumer("arena", "store copies", BOUNCE_BYTES, "imports, exports, embedding rows")
         yield Consumer("runtime", "store tables and rings", STORE_BYTES)
     else:
-        total = sum(size.nbytes * size.count for size in classes.values())
-        yield Consumer("arena", "parameters, state and gradients", total, "placement memory")
+        total = sum(slots_bytes(size, page_bytes) for size in classes.values())
+        what = "parameters, state and gradients"
+        yield Consumer("arena", what, total, f"placement {placement}")
     yield from _device_consumers(layout, depths, workload)
 
 
@@ -513,7 +554,9 @@ def _stage_parameters(layout: ModelLayout, depths: Depths) -> Consumer:
     """The parameters that a device with memory of its own holds: those of the stages being computed and copied."""
     stages = min(depths.prefetch_depth + 1, layout.n_layers)
     nbytes = stages * _stage_bytes(layout, LAYER) + 2 * _stage_bytes(layout, HEAD)
-    return Consumer("device", "stage parameters", nbytes, f"{stages} layers, 2 head tiles")
+    return Consumer(
+        "device", "stage parameters", nbytes, f"{counted(stages, 'layer', 'layers')}, 2 head tiles"
+    )
 
 
 def _device_consumers(layout: ModelLayout, depths: Depths, workload: Workload) -> Iterator[Consumer]:
@@ -522,7 +565,8 @@ def _device_consumers(layout: ModelLayout, depths: Depths, workload: Workload) -
     hidden, inner, tokens = config.hidden_size, config.intermediate_size, workload.micro_batch_tokens
     held = 0 if depths.spill_inputs else layout.n_layers
     inputs = (held + 2) * workload.step_tokens * hidden * compute
-    yield Consumer("device", "stage inputs", inputs, f"{held} layers" if held else "the others on SSD")
+    how = counted(held, "layer", "layers") if held else "the others on SSD"
+    yield Consumer("device", "stage inputs", inputs, how)
     parts = [part.n_elements for part in layout.stage_parts[StageKey(LAYER, 0)]]
     # Two layers' rounded gradients exist at once: one leaves while the next is computed. Sums over micro-batches are
     # in fp32; of the operands of products the largest exist widened.
@@ -542,7 +586,7 @@ def _options(
     """Yields what would make the smallest choice fit, the nearest of each kind, with the memory it would need."""
     minimum = round_up(memory_of(workload).total_bytes, MIB)
     yield f"offload.host_memory={minimum // MIB}MiB or more"
-    if placement == "memory":
+    if placement != "ssd":
         yield "offload.placement=ssd"
     told: set[str] = set()
     for smaller, words in smaller_workloads(workload):

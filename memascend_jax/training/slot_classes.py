@@ -4,16 +4,24 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Mapping
 
 from memascend_jax.memory.pool import SizeClass
+from memascend_jax.models.shapes import EMBED_NAME
 from memascend_jax.optim.state_format import BLOCK_BYTES, itemsize
 from memascend_jax.training.model_layout import ModelLayout
+from memascend_jax.training.residency import early_tensors, gradient_offsets
 from memascend_jax.units import round_up
 
 SPOOL = "spool"
 UPDATE = "update"
 GRADIENTS = "gradients"
 INPUTS = "inputs"
+ROW_GRADIENTS = "gradients:rows"
+
+#: Elements and dtype of arrays that are kept in memory, by name.
+MemoryContents = Mapping[str, tuple[int, str]]
 
 
 def part_class(kind: str, nbytes: int) -> str:
@@ -23,9 +31,56 @@ def part_class(kind: str, nbytes: int) -> str:
 
 def memory_classes(layout: ModelLayout) -> dict[str, SizeClass]:
     """Returns one size class per tensor and leaf, each with the single slot that holds it for the whole run."""
+    return _whole_classes(memory_contents(layout))
+
+
+def host_classes(layout: ModelLayout, *, early_update: bool) -> dict[str, SizeClass]:
+    """Returns the classes of ``host_contents``, and of the gradients that it leaves out.
+
+    Layers' gradients, where they are updated early, need room for two layers: one is updated while the next arrives.
+    """
+    classes = _whole_classes(host_contents(layout, early_update=early_update))
+    if not layout.tied:
+        largest = max(
+            gradient_offsets(layout, group)[1]
+            for group in layout.update_groups
+            if group.pieces[0].tensor == EMBED_NAME
+        )
+        classes[ROW_GRADIENTS] = SizeClass(largest, 1)
+    if early_update:
+        passing = Counter(_gradient_bytes(layout, tensor) for tensor in early_tensors(layout))
+        for nbytes, tensors in passing.items():
+            moving = min(tensors, 2 * -(-tensors // layout.n_layers))
+            classes[gradient_class(nbytes)] = SizeClass(round_up(nbytes, BLOCK_BYTES), moving)
+    return classes
+
+
+def host_contents(layout: ModelLayout, *, early_update: bool) -> dict[str, tuple[int, str]]:
+    """Returns what the placement ``host`` keeps: as ``memory_contents``, but no gradient that can do with less.
+
+    That of an untied embedding is rows, needed whole only tile by tile; those of layers are short-lived when they are
+    updated early.
+    """
+    without = set(early_tensors(layout)) if early_update else set()
+    if not layout.tied:
+        without.add(EMBED_NAME)
+    left_out = {gradient_name(tensor) for tensor in without}
+    return {name: what for name, what in memory_contents(layout).items() if name not in left_out}
+
+
+def gradient_class(nbytes: int) -> str:
+    """Returns the class of whole gradients of ``nbytes`` that pass through the placement ``host``."""
+    return part_class(GRADIENTS, nbytes)
+
+
+def _gradient_bytes(layout: ModelLayout, tensor: str) -> int:
+    return math.prod(layout.shape_of(tensor)) * itemsize(layout.format.grad_dtype)
+
+
+def _whole_classes(contents: MemoryContents) -> dict[str, SizeClass]:
     return {
         name: SizeClass(round_up(elements * itemsize(dtype), BLOCK_BYTES), 1)
-        for name, (elements, dtype) in memory_contents(layout).items()
+        for name, (elements, dtype) in contents.items()
     }
 
 

@@ -310,7 +310,6 @@ def test_contradictions_name_the_keys(overrides: list[str], expected: str) -> No
         "model.compute_dtype=float16",
         "optimizer.state_format=split",
         "optimizer.groups=[{match: norm, weight_decay: 0}]",
-        "offload.placement=host",
         "offload.device_memory=8GiB",
         "checkpoint.every=5",
     ],
@@ -390,3 +389,13 @@ def test_configuration_and_command_lines_never_import_jax() -> None:
         "sys.exit('jax' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("placement", ["host", "memory"])
+@pytest.mark.parametrize("asked", ["run.resume=required", "offload.durability=step"])
+def test_a_run_without_a_store_cannot_be_asked_for_what_only_a_store_gives(
+    placement: str, asked: str
+) -> None:
+    told = faults_of(overrides=(asked, f"offload.placement={placement}"))
+    assert asked in told
+    assert f"offload.placement={placement} keeps nothing on disk" in told

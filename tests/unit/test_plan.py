@@ -10,11 +10,13 @@ from dataclasses import replace
 import pytest
 
 from memascend_jax.errors import BudgetError
+from memascend_jax.memory.arena import PinnedArena
+from memascend_jax.memory.pool import SlotPool
 from memascend_jax.models.known_shapes import known_config
 from memascend_jax.models.planned_shape import planned_shape
 from memascend_jax.models.shapes import parameter_count
 from memascend_jax.optim.state_format import state_format
-from memascend_jax.training.plan import RunPlan, Workload, least_tile_elements, plan_run
+from memascend_jax.training.plan import BOUNCE_BYTES, RunPlan, Workload, least_tile_elements, plan_run
 from memascend_jax.units import GIB, MIB
 
 FORMAT = state_format("fp32", "bfloat16")
@@ -28,16 +30,21 @@ def plan(
     work: Workload = WORK,
     disk_free_bytes: int | None = None,
     durability: str = "step",
+    placement: str = "ssd",
+    in_backward: bool = False,
+    page_bytes: int = 4096,
 ) -> RunPlan:
     return plan_run(
         planned_shape(known_config(name)).config,
         FORMAT,
         work,
-        placement="ssd",
+        placement=placement,
         durability=durability,
         budget_bytes=budget_bytes,
+        in_backward=in_backward,
         spend=True,
         disk_free_bytes=disk_free_bytes,
+        page_bytes=page_bytes,
     )
 
 
@@ -112,3 +119,57 @@ def test_tiles_of_huge_models_grow_so_that_their_number_does_not() -> None:
     assert least_tile_elements(parameter_count(planned_shape(known_config("llama3-8b")).config)) <= 1 << 17
     assert least_tile_elements(405_853_388_800) == 1 << 21
     assert least_tile_elements(1) == 1
+
+
+@pytest.mark.parametrize("page", [4096, 16384, 65536])
+@pytest.mark.parametrize("placement", ["ssd", "host", "memory"])
+def test_memory_is_planned_in_pages_and_disk_in_blocks(placement: str, page: int) -> None:
+    made = plan("smollm2-135m", 3 * GIB, placement=placement, page_bytes=page)
+    assert made.memory.total_bytes <= 3 * GIB
+    in_arena = sum(consumer.nbytes for consumer in made.memory.consumers if consumer.category == "arena")
+    assert in_arena == made.arena_bytes
+    assert made.disk_bytes == plan("smollm2-135m", 3 * GIB, placement=placement).disk_bytes
+    arena = PinnedArena(made.arena_bytes, pin="none", page_bytes=page)
+    pool = SlotPool(arena, made.size_classes)
+    # What the plan leaves is exactly the memory that the store takes for its copies.
+    rest = arena.allocate(BOUNCE_BYTES) if placement == "ssd" else None
+    assert arena.largest_free_bytes == 0
+    if rest is not None:
+        rest.release()
+    pool.close()
+    arena.close()
+
+
+def test_larger_pages_are_counted() -> None:
+    small, large = (
+        plan("smollm2-135m", 3 * GIB, placement="memory", page_bytes=page) for page in (4096, 65536)
+    )
+    # 272 tensors with a master, two moments and a gradient: half a page is lost with each, on average.
+    assert 0 < large.arena_bytes - small.arena_bytes <= len(large.size_classes) * (65536 - 4096)
+
+
+def test_state_in_host_memory_takes_what_the_state_is_and_no_disk() -> None:
+    made = plan("tinyllama-1.1b", 24 * GIB, placement="host")
+    parameters = made.layout.n_parameters
+    assert (made.disk_bytes, made.ssd_read_bytes_per_step, made.ssd_write_bytes_per_step) == (0, 0, 0)
+    # 14 bytes of parameter and state and 2 of gradient; the rows of an untied embedding take a tile.
+    rows = made.layout.config.vocab_size * made.layout.config.hidden_size
+    assert made.arena_bytes == pytest.approx(16 * parameters - 2 * rows, rel=1e-3)
+    # Layers that are updated in the backward keep the gradients of two.
+    early = plan("tinyllama-1.1b", 24 * GIB, placement="host", in_backward=True)
+    layers = parameters - 2 * rows
+    assert made.arena_bytes - early.arena_bytes == pytest.approx(2 * layers * (1 - 2 / 22), rel=1e-2)
+
+
+def test_a_state_that_host_memory_cannot_hold_is_refused_with_the_way_out() -> None:
+    with pytest.raises(BudgetError) as caught:
+        plan("tinyllama-1.1b", 8 * GIB, placement="host")
+    said = str(caught.value)
+    assert re.search(r"needs at least 1\d\.\d\d GiB of host memory, but the budget is 8\.00 GiB", said)
+    assert "offload.placement=ssd" in said
+
+
+def test_one_of_something_is_not_several() -> None:
+    made = plan("smollm2-135m", 3 * GIB)
+    for consumer in made.memory.consumers:
+        assert not re.search(r"\b1 \w+s\b", consumer.how), consumer

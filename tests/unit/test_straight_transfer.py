@@ -9,8 +9,6 @@ import pytest
 from stand_in import StandIn, build_stand_in
 
 from memascend_jax.memory.arena import PinnedArena
-from memascend_jax.memory.pool import SizeClass, SlotPool
-from memascend_jax.recipes.session import arena_capacity
 from memascend_jax.transfer import registration
 from memascend_jax.transfer.registration import BY_RUNTIME, Registration
 
@@ -178,18 +176,3 @@ def test_a_registration_that_is_dropped_is_undone(monkeypatch: pytest.MonkeyPatc
     del held
     assert client.calls == [("map", address), ("unmap", address)]
     arena.close()
-
-
-@pytest.mark.parametrize("page", [4096, 16384, 65536])
-def test_a_plan_in_disk_blocks_fits_an_arena_in_pages(page: int) -> None:
-    bounce = 1 << 20
-    classes = {"w": SizeClass(4096, 3), "x": SizeClass(5 * 4096, 2), "y": SizeClass(65536, 1)}
-    blocks = sum(size.nbytes * size.count for size in classes.values())
-    plan = SimpleNamespace(size_classes=classes, arena_bytes=blocks + bounce)
-    arena = PinnedArena(arena_capacity(plan, page), pin="none", page_bytes=page)
-    assert page > 4096 or arena.capacity_bytes == plan.arena_bytes
-    pool = SlotPool(arena, classes)
-    rest = arena.allocate(bounce)
-    assert arena.largest_free_bytes == 0
-    rest.release()
-    pool.close()
