@@ -28,7 +28,7 @@ from memascend_jax.storage.engine import aligned_buffer
 from memascend_jax.storage.recovery import Slot
 from memascend_jax.storage.store_errors import StoreIOError
 from memascend_jax.storage.tile_io import TileIo
-from memascend_jax.storage.tile_table import TileTable
+from memascend_jax.storage.tile_table import StoredTensor, TileTable
 from memascend_jax.storage.volume import Volume
 from memascend_jax.units import round_up
 
@@ -71,6 +71,34 @@ class Committer:
                 self._table.committed[:] = self._table.place
             self._raw, self.run_state, self.dirty = raw, run_state, False
             return self.generation
+
+    def rollback(self, tensors: Sequence[StoredTensor]) -> None:
+        """Makes the last generation's contents of ``tensors`` the newest ones again.
+
+        Raises:
+            StoreError: a tensor was declared after the last commit, or its committed tiles were overwritten in place.
+        """
+        with self._io.write_lock:
+            self._io.check_writable()
+            self._io.settle_all()
+            catalog = self._decoded()
+            committed = {(tensor.name, tensor.bases): index for index, tensor in enumerate(catalog.tensors)}
+            for tensor in tensors:
+                if (tensor.name, tensor.bases) not in committed:
+                    raise StoreError(f"cannot roll tensor '{tensor.name}' back: no generation has it yet")
+                if self.dirty and tensor.places == 1:
+                    raise StoreError(
+                        f"cannot roll tensor '{tensor.name}' back: store '{self._volume.path}' overwrites in place "
+                        "(durability 'checkpoint'); create it with durability='step'"
+                    )
+            tiles = np.cumsum([0, *(tensor.layout.tiles for tensor in catalog.tensors)])
+            units = np.cumsum([0, *(tensor.layout.units for tensor in catalog.tensors)])
+            with self._io.lock:
+                for tensor in tensors:
+                    index = committed[tensor.name, tensor.bases]
+                    tensor.place[:] = catalog.place[tiles[index] : tiles[index + 1]]
+                    tensor.checksums[:] = catalog.checksums[units[index] : units[index + 1]]
+                    tensor.poisoned.clear()
 
     def write_first(self) -> None:
         """Writes generation 0 of a new store: its tensors, none of them written."""
@@ -158,6 +186,18 @@ class Committer:
             crc32c=crc32c_array,
         )
         return raw
+
+    def _decoded(self) -> Catalog:
+        """Returns the last generation as it was written or read."""
+        volume = self._volume
+        catalog = decode_catalog(
+            self._raw, volume.superblock.store_id, volume.geometry, volume.path, crc32c_array
+        )
+        if catalog is None:
+            raise StoreError(
+                f"the catalog of store '{volume.path}' in memory is damaged; open the store again"
+            )
+        return catalog
 
     def _check_not_poisoned(self) -> None:
         bad = [

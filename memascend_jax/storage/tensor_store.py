@@ -7,7 +7,7 @@ and writes), ``commit`` (generations), ``elements`` and ``rows`` (copies), ``ver
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Unpack
@@ -465,6 +465,16 @@ class TensorStore:
             with self._io.lock:
                 self._space.committed()
             return generation
+
+    def rollback(self, names: Iterable[str]) -> None:
+        """Makes what the last commit has of the tensors ``names`` their contents again; later writes of them are lost.
+
+        Waits for all I/O in flight.
+
+        Raises:
+            StoreError: no such tensor, it was declared after the last commit, or the store overwrites in place.
+        """
+        self._committer.rollback([self._tensor(name) for name in names])
 
     def verify(self) -> VerifyReport:
         """Reads the newest contents of every tensor and returns which do not match their checksums."""

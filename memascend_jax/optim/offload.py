@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Any optax transform with its state on SSD: the library's door to the optimizer tier.
+
+What lives here is what a user calls; ``offload_engine`` makes and keeps a state, ``offload_step`` updates it.
+
+Known shortcomings: extra arguments of an update are numbers only; a leaf that is not elementwise (adafactor, muon,
+lamb) comes whole into host memory, with its state; typed random keys in a state are not kept by a commit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Literal
+
+import numpy as np
+
+from memascend_jax.errors import ConfigError, StoreError
+from memascend_jax.memory.arena import PinnedArena
+from memascend_jax.optim.offload_coupling import CouplingError, check_separable
+from memascend_jax.optim.offload_engine import OffloadEngine, OffloadOptions
+from memascend_jax.optim.offload_handle import OffloadState, OnDisk
+from memascend_jax.optim.offload_leaves import named_leaves
+from memascend_jax.optim.offload_record import user_bytes
+from memascend_jax.optim.offload_step import step
+from memascend_jax.optim.state_format import BLOCK_BYTES
+from memascend_jax.optim.transforms import fused_description
+from memascend_jax.storage.tensor_store import TensorStore
+
+__all__ = ["CouplingError", "Offload", "OffloadState", "OnDisk", "offload"]
+
+#: 4 MiB of float32.
+DEFAULT_TILE_ELEMENTS = 1 << 20
+
+
+def offload(
+    tx: Any,
+    *,
+    store: TensorStore,
+    arena: PinnedArena | None = None,
+    clip_norm: float | None = None,
+    nonfinite: Literal["raise", "skip", "keep"] = "raise",
+    commit_every: int | None = 1,
+    tile_elements: int = DEFAULT_TILE_ELEMENTS,
+    name: str = "",
+    overwrite: bool = False,
+    grad_dtype: Any = None,
+    extra_args: Mapping[str, Any] | None = None,
+) -> Offload:
+    """Returns a transform that does what ``tx`` does and keeps its state in ``store``.
+
+    ``init`` and ``update`` stand in for those of ``tx`` outside of jit: in a loop of your own, ``flax.nnx.Optimizer``,
+    a Flax ``TrainState``. The state that they pass around is a small handle. An elementwise transform is carried out
+    tile by tile, any other leaf by leaf; never more than three tiles (or leaves) of the state are in host memory.
+
+    Args:
+        tx: an optax transform whose leaves are independent. Those of ``memascend_jax.adamw``, ``adam``, ``lion`` and
+            ``sgd`` run in fused kernels.
+        store: an open store with room for the state; it must stay open, and it must outlive the handle.
+        arena: lends the slots; None: an arena of exactly their size is made.
+        clip_norm: scale gradients so that the norm over all leaves that are not frozen is at most this.
+        nonfinite: what to do about a gradient with inf or nan: raise and change nothing, skip the update, or let it
+            through as optax does, unlooked at.
+        commit_every: every how many updates the store commits, which is what a crash, or a step that fails, goes back
+            to; None: only when ``commit`` is called.
+        tile_elements: elements of a tile, a multiple of 4,096.
+        name: of the state in the store, where it shares that with others.
+        overwrite: whether ``init`` may replace a state of that name.
+        grad_dtype: of all gradients, where it is not that of the parameters.
+        extra_args: extra arguments that ``update`` is given, numbers, with example values.
+
+    Raises:
+        ConfigError: an argument out of its range; a ``CouplingError``: ``tx`` couples leaves, by the name of what does.
+
+    Example::
+
+        with memascend_jax.TensorStore.create("/mnt/nvme", capacity="4GiB") as store:
+            tx = memascend_jax.offload(optax.adamw(1e-3), store=store, clip_norm=1.0)
+            state = tx.init(params)
+            for batch in batches:
+                grads = grad_function(params, batch)  # jitted
+                params, state = tx.apply(grads, state, params)
+    """
+    if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
+        raise ConfigError(f"offload takes an optax transform, with init and update; got {type(tx).__name__}")
+    if not isinstance(store, TensorStore):
+        raise ConfigError(f"store must be an open TensorStore, got {type(store).__name__}")
+    if store.read_only:
+        raise ConfigError(f"store '{store.paths[0]}' was opened read-only; open it for writing")
+    if clip_norm is not None and not (math.isfinite(clip_norm) and clip_norm > 0):
+        raise ConfigError(f"clip_norm must be a positive number, got {clip_norm}; None is no clipping")
+    if nonfinite not in ("raise", "skip", "keep"):
+        raise ConfigError(f"nonfinite must be 'raise', 'skip' or 'keep', got {nonfinite!r}")
+    if commit_every is not None and commit_every < 1:
+        raise ConfigError(
+            f"commit_every must be at least 1, got {commit_every}; None commits on request only"
+        )
+    if tile_elements < BLOCK_BYTES or tile_elements % BLOCK_BYTES:
+        raise ConfigError(f"tile_elements must be a multiple of {BLOCK_BYTES:,}, got {tile_elements:,}")
+    options = OffloadOptions(
+        clip_norm=None if clip_norm is None else float(clip_norm),
+        nonfinite=nonfinite,
+        commit_every=commit_every,
+        tile_elements=tile_elements,
+        name=name,
+        overwrite=overwrite,
+        grad_dtype=None if grad_dtype is None else np.dtype(grad_dtype),
+        extra=dict(extra_args or {}),
+    )
+    check_separable(tx, options.extra)
+    return Offload(tx, store, arena, options)
+
+
+class Offload:
+    """An optax transform whose state is in a store; ``offload`` makes it.
+
+    Serves one state at a time: a new ``init`` or ``restore`` takes the place of the one before.
+
+    Threading: one thread at a time. Lifetime: ``close`` gives the host memory back; the store belongs to the user.
+    """
+
+    def __init__(
+        self, tx: Any, store: TensorStore, arena: PinnedArena | None, options: OffloadOptions
+    ) -> None:
+        self._tx, self._store, self._arena, self._options = tx, store, arena, options
+        self._engine: OffloadEngine | None = None
+
+    def init(self, params: Any) -> OffloadState:
+        """Returns the handle of a new state for ``params``, written to the store and committed.
+
+        Args:
+            params: pytree of jax arrays, numpy arrays, or names of tensors in the store.
+
+        Raises:
+            ConfigError: no parameters, a leaf of a type that cannot be updated, or leaves that are coupled.
+            StoreError: the store holds a state of this name, or has no room.
+            RunError: called inside a jax transformation.
+        """
+        leaves = named_leaves(params, "parameters")
+        return self._made(leaves).make(leaves)
+
+    def restore(self, params: Any) -> OffloadState:
+        """Returns the handle of the state in the store's last commit, for parameters like those of ``init``.
+
+        Raises:
+            StoreError: there is none of this name, or it is of another transform or of other parameters.
+        """
+        return self._made(named_leaves(params, "parameters")).restored()
+
+    def update(self, grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, OffloadState]:
+        """Returns (updates, new handle), as optax does; the state on SSD has changed, so ``state`` is used up.
+
+        Args:
+            grads: like the parameters; where they are the updates are, too.
+            params: as given to ``init``, with their values now; a tensor in the store is read, not written.
+
+        Raises:
+            ConfigError: gradients or parameters are not like those of ``init``; says which.
+            StoreError: the handle is of another store, transform or version, or the disk failed.
+            NonfiniteError: a gradient, or a number of the transform, is inf or nan. Nothing has changed then.
+            RunError: called inside a jax transformation.
+        """
+        result, new_state = step(self._bound(), grads, state, params, extra, applies=False)
+        return result, new_state
+
+    def apply(self, grads: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, OffloadState]:
+        """Returns (new parameters, new handle): ``update`` and ``optax.apply_updates`` in one pass.
+
+        Arrays come back as new arrays in the same place; a tensor in the store is written there, and its name comes
+        back. Raises as ``update`` does.
+        """
+        result, new_state = step(self._bound(), grads, state, params, extra, applies=True)
+        return result, new_state
+
+    def commit(self, state: Any, run_state: bytes | None = None) -> int:
+        """Makes ``state``, and all else that was written to the store, durable; returns the store's generation.
+
+        Args:
+            run_state: bytes of the user's own, kept with it; None: those of the last commit.
+        """
+        return self._bound().commit(state, run_state)
+
+    @property
+    def run_state(self) -> bytes:
+        """The user's own bytes of the last commit."""
+        return user_bytes(self._store.run_state)
+
+    def state_of(self, state: Any, path: str) -> dict[str, np.ndarray]:
+        """Returns the arrays of the state of the parameter at ``path``; see ``OffloadState.state_of``."""
+        return self._bound().read_state(state, path)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the slots that the state streams through."""
+        return self._bound().layout.slot_bytes
+
+    def describe(self) -> str:
+        """Returns one line: how many leaves go in tiles, whole and frozen, and the bytes on SSD and in host memory."""
+        return self._bound().describe()
+
+    def close(self) -> None:
+        """Gives the slots back; twice is harmless. The state stays in the store."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+    def __enter__(self) -> Offload:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _made(self, leaves: Any) -> OffloadEngine:
+        self.close()
+        fused = fused_description(self._tx)
+        self._engine = OffloadEngine(self._tx, fused, leaves, self._store, self._arena, self._options)
+        return self._engine
+
+    def _bound(self) -> OffloadEngine:
+        if self._engine is None:
+            raise StoreError(
+                "this offloaded transform has no state yet; call init(params) or restore(params) first"
+            )
+        return self._engine
