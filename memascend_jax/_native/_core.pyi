@@ -10,6 +10,7 @@ from typing_extensions import Buffer
 
 SOURCE_VERSION: int
 REGION_BYTES: int
+BLOCK_ELEMENTS: int
 
 def page_bytes() -> int: ...
 
@@ -158,6 +159,31 @@ def fused_update(
     bias2: float = 1.0,
     grad_scale: float = 1.0,
 ) -> None: ...
+def compact_update(
+    *,
+    format: str,
+    param: int,
+    residual: int = 0,
+    mu: int,
+    nu: int,
+    scales: int = 0,
+    grad: int,
+    n: int,
+    grad_dtype: str,
+    first_element: int,
+    random_key: int,
+    row_starts: npt.NDArray[np.int64] | None = None,
+    row_blocks: int = 0,
+    lr: float,
+    b1: float,
+    b2: float,
+    eps: float,
+    weight_decay: float,
+    bias1: float,
+    bias2: float,
+    grad_scale: float = 1.0,
+) -> None: ...
+def to_bf16_stochastic(dst: int, src: int, n: int, first_element: int, random_key: int) -> None: ...
 def norm_squared(address: int, n: int, dtype: str) -> tuple[float, bool]: ...
 def to_bf16(dst: int, src: int, n: int) -> None: ...
 def to_f16(dst: int, src: int, n: int) -> None: ...

@@ -240,4 +240,28 @@ flushed to zero, as XLA does on CPU. The bits do not depend on threads or instru
 Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization (arXiv 1711.05101).
 )";
 
+inline constexpr const char* kCompactUpdateDoc =
+    R"(One AdamW step over n elements whose state is kept in a compact format, in place.
+
+The arithmetic is that of fused_update's adam, in float32, on what the state decodes to.
+
+    format      param     residual                    mu, nu
+    split       bfloat16  uint16, low half of master  float32
+    split_bf16  bfloat16  uint16, low half of master  bfloat16
+    bf16        bfloat16  none: param is the master   bfloat16
+    int8        bfloat16  uint8, next byte of master  uint8, companded
+
+Args:
+    param, residual, mu, nu: addresses, updated in place.
+    scales: int8 only: float32 pairs, mu's and nu's, for each block of BLOCK_ELEMENTS.
+    first_element: position of the first element in the whole tensor.
+    random_key: of seed, step and tensor; what is drawn for an element depends on it, on the
+        element's position and on what is drawn.
+    row_starts: int64 positions of rows that lie together in memory; then first_element is unused
+        and the new moments of int8 are not to be kept.
+    row_blocks: with rows of int8, pairs in scales for each row, from the block in which it begins.
+
+Results do not depend on how a tensor is cut, on threads or on the instruction set.
+)";
+
 }  // namespace memascend::docs

@@ -10,10 +10,11 @@
 
 namespace memascend {
 
-// The numbers of a step in the precision in which they are used.
+// The numbers of a step in the precision in which they are used. Bias corrections are multiplied
+// with: three divisions and a root for each element would take longer than its way from memory.
 struct RuleConstants {
-  float learning_rate, b1, one_minus_b1, b2, one_minus_b2, eps, eps_root, weight_decay, bias1,
-      bias1_next, bias2, grad_scale;
+  float learning_rate, b1, one_minus_b1, b2, one_minus_b2, eps, eps_root, weight_decay,
+      inverse_bias1, inverse_bias1_next, inverse_bias2, grad_scale;
 
   explicit RuleConstants(const UpdateNumbers& s) noexcept
       : learning_rate(static_cast<float>(s.learning_rate)),
@@ -24,9 +25,9 @@ struct RuleConstants {
         eps(static_cast<float>(s.eps)),
         eps_root(static_cast<float>(s.eps_root)),
         weight_decay(static_cast<float>(s.weight_decay)),
-        bias1(static_cast<float>(s.bias1)),
-        bias1_next(static_cast<float>(s.bias1_next)),
-        bias2(static_cast<float>(s.bias2)),
+        inverse_bias1(static_cast<float>(1.0 / s.bias1)),
+        inverse_bias1_next(static_cast<float>(1.0 / s.bias1_next)),
+        inverse_bias2(static_cast<float>(1.0 / s.bias2)),
         grad_scale(static_cast<float>(s.grad_scale)) {}
 
   MEMASCEND_INLINE float moved(float p, float direction) const noexcept {
@@ -43,8 +44,9 @@ struct AdamRule {
     mu = c.b1 * mu + c.one_minus_b1 * g;
     nu = c.b2 * nu + c.one_minus_b2 * (g * g);
     const float above =
-        Nesterov ? c.b1 * (mu / c.bias1_next) + c.one_minus_b1 * (g / c.bias1) : mu / c.bias1;
-    return c.moved(p, above / (std::sqrt(nu / c.bias2 + c.eps_root) + c.eps));
+        Nesterov ? c.b1 * (mu * c.inverse_bias1_next) + c.one_minus_b1 * (g * c.inverse_bias1)
+                 : mu * c.inverse_bias1;
+    return c.moved(p, above / (std::sqrt(nu * c.inverse_bias2 + c.eps_root) + c.eps));
   }
 };
 

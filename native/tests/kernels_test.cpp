@@ -206,9 +206,9 @@ TEST(adamw_is_the_formula) {
     const float g = g0[i] * 0.5F;
     const float m = 0.9F * m0[i] + static_cast<float>(1.0 - 0.9) * g;
     const float v = 0.999F * std::fabs(v0[i]) + static_cast<float>(1.0 - 0.999) * (g * g);
-    const auto bias1 = static_cast<float>(kScalars.bias1);
-    const auto bias2 = static_cast<float>(kScalars.bias2);
-    const float u = (m / bias1) / (std::sqrt(v / bias2) + 1e-8F) + 0.01F * w0[i];
+    const auto bias1 = static_cast<float>(1.0 / kScalars.bias1);
+    const auto bias2 = static_cast<float>(1.0 / kScalars.bias2);
+    const float u = (m * bias1) / (std::sqrt(v * bias2) + 1e-8F) + 0.01F * w0[i];
     const float w = w0[i] - 1e-3F * u;
     CHECK_EQUAL(bits_of(got.mu[i]), bits_of(m));
     CHECK_EQUAL(bits_of(got.nu[i]), bits_of(v));
