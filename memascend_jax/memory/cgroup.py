@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 #: v1 writes "no limit" as the largest page-aligned signed number.
 _UNLIMITED_V1 = 1 << 62
 _USAGE = {1: "memory.usage_in_bytes", 2: "memory.current"}
-_LIMIT = {1: "memory.limit_in_bytes", 2: "memory.max"}
+_LIMITS = {1: ("memory.limit_in_bytes",), 2: ("memory.max", "memory.high")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,8 @@ class CgroupMemory:
     """One memory cgroup.
 
     Attributes:
-        limit_bytes: the most its processes may use together; None without a limit.
+        limit_bytes: the most its processes may use together, or use without being slowed down (``memory.high``);
+            None without a limit.
         usage_bytes: what they use, page cache included.
         reclaimable_bytes: page cache in it that the kernel gives up under pressure.
     """
@@ -44,6 +45,14 @@ def usage_file(root: Path = Path("/")) -> Path | None:
         for folder in chain:
             if (folder / _USAGE[version]).is_file():
                 return folder / _USAGE[version]
+    return None
+
+
+def pressure_file(root: Path = Path("/")) -> Path | None:
+    """Returns where the stalls of the process's memory cgroup stand; None outside one, and in version 1."""
+    for chain, version in _chains(root):
+        if version == 2 and (chain[0] / "memory.pressure").is_file():
+            return chain[0] / "memory.pressure"
     return None
 
 
@@ -105,9 +114,8 @@ def _read_group(folder: Path, version: int) -> CgroupMemory | None:
         return None  # the root group of v2 has no such files
     statistics = dict(line.split(" ", 1) for line in _lines(folder / "memory.stat") if " " in line)
     reclaimable = statistics.get("inactive_file" if version == 2 else "total_inactive_file", "0")
-    limit = read_number(folder / _LIMIT[version])
-    if limit is not None and limit >= _UNLIMITED_V1:
-        limit = None
+    limits = [read_number(folder / name) for name in _LIMITS[version]]
+    limit = min((known for known in limits if known is not None and known < _UNLIMITED_V1), default=None)
     return CgroupMemory(limit, usage, int(reclaimable))
 
 

@@ -14,6 +14,7 @@ from types import TracebackType
 from memascend_jax.memory.cgroup import memory_cgroups, read_number, usage_file
 from memascend_jax.observe import trace
 from memascend_jax.observe.meter_log import MeterLog
+from memascend_jax.units import format_bytes
 
 #: After this many samples the interval doubles: the series of a run of days stays a few megabytes.
 _SAMPLES_PER_INTERVAL = 4096
@@ -73,9 +74,31 @@ def memory_limit_bytes() -> int | None:
 
 def available_memory_bytes() -> int:
     """Returns the bytes this process could still take: free in the machine and within its cgroups' limits."""
-    machine = _kib_fields(Path("/proc/meminfo"))["MemAvailable"]
-    groups = (group.available_bytes for group in memory_cgroups())
-    return min([machine, *(room for room in groups if room is not None)])
+    return memory_room().available_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRoom:
+    """What a process can still take, and ``where`` that is the limit, in words."""
+
+    available_bytes: int
+    where: str
+
+
+def memory_room(root: Path = Path("/")) -> MemoryRoom:
+    """Returns what this process can still take in the machine, or in the tightest of its cgroups.
+
+    Args:
+        root: where ``/proc`` and the cgroup mounts are looked for; another folder in tests.
+    """
+    machine = _kib_fields(root / "proc/meminfo")
+    where = f"on this machine ({format_bytes(machine['MemTotal'])} in all)"
+    tightest = MemoryRoom(machine["MemAvailable"], where)
+    for group in memory_cgroups(root):
+        left, limit = group.available_bytes, group.limit_bytes
+        if left is not None and limit is not None and left < tightest.available_bytes:
+            tightest = MemoryRoom(left, f"in its memory cgroup (limited to {format_bytes(limit)})")
+    return tightest
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ SPANS = (
     "device_to_host",
     "optimizer",
     "commit",
+    "memory_wait",
 )
 
 

@@ -19,6 +19,7 @@ from memascend_jax.data.dataset import Dataset
 from memascend_jax.errors import MemascendError, RunError, StoppedError
 from memascend_jax.memory.allocator import limit_heap_growth, trim_heap
 from memascend_jax.memory.meter import Meter, take_sample
+from memascend_jax.memory.pressure import MemoryWatch
 from memascend_jax.observe.failure import say_at_once
 from memascend_jax.observe.meter_log import MeterLog
 from memascend_jax.observe.metrics import MetricsFile, read_lines
@@ -81,6 +82,7 @@ def run(config: Config) -> int:
         stop = stack.enter_context(StopRequest(_say_stopping))
         try:
             session, trainer = _set_up(job, stack)
+            _watch_memory(job, session, stop)
             _train(job, session, trainer, stop)
             _save(job, session)
         except StoppedError as error:
@@ -218,6 +220,18 @@ def _set_up(job: Run, stack: ExitStack) -> tuple[Session, Trainer]:
         pinned_bytes=job.plan.arena_bytes,
     )
     return session, trainer
+
+
+def _watch_memory(job: Run, session: Session, stop: StopRequest) -> None:
+    """Holds up the computation while somebody else has the memory that the plan still needs."""
+    watch = MemoryWatch(job.plan.memory.total_bytes, job.screen.say)
+
+    def before_stage() -> None:
+        if watch.is_short():
+            with session.clock.span("memory_wait"):
+                watch.wait(lambda: stop.requested)
+
+    session.model.before_stage = before_stage
 
 
 def _keep_compiled_code(folder: RunFolder) -> Path:

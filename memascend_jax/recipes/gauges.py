@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run's meter samples besides the process's memory: the arena by what it is for, the device, SSD traffic."""
+"""What a run's meter samples besides the process's memory: the arena by what it is for, the device, SSD traffic,
+and what is available to it."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 
 import jax
 
-from memascend_jax.memory.meter import Gauges, memory_limit_bytes
+from memascend_jax.memory.meter import Gauges, memory_limit_bytes, memory_room
 from memascend_jax.recipes.session import Session
 from memascend_jax.training.plan import RunPlan, slots_bytes
 from memascend_jax.transfer.live_bytes import live_bytes
@@ -30,6 +31,7 @@ def build_gauges(session: Session) -> Gauges:
             "device": live_bytes(device, regions),
             "ssd_read": read,
             "ssd_written": written,
+            "available": memory_room().available_bytes,
         }
 
     return gauges

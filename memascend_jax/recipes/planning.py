@@ -11,7 +11,7 @@ from pathlib import Path
 
 from memascend_jax.config import Config, store_paths
 from memascend_jax.errors import BudgetError
-from memascend_jax.memory.meter import available_memory_bytes, take_sample
+from memascend_jax.memory.meter import memory_room, take_sample
 from memascend_jax.models.shapes import LlamaConfig
 from memascend_jax.optim.state_format import StateFormat, state_format
 from memascend_jax.recipes.run_folder import nearest_existing
@@ -94,12 +94,13 @@ def state_format_of(config: Config) -> StateFormat:
 
 def _budget(config: Config, this_machine: bool) -> int:
     # What this process holds already is part of what it may hold.
-    available = available_memory_bytes() + take_sample().anonymous_bytes
+    room = memory_room()
+    available = room.available_bytes + take_sample().anonymous_bytes
     asked = config.offload.host_memory
     if this_machine and asked is not None and asked > available:
         raise BudgetError(
-            f"offload.host_memory is {format_bytes(asked)}, but only {format_bytes(available)} are available on "
-            "this machine or in its memory cgroup; lower it, or free memory"
+            f"offload.host_memory is {format_bytes(asked)}, but only {format_bytes(available)} are available "
+            f"{room.where}; lower it, or free memory"
         )
     return available if asked is None else asked
 

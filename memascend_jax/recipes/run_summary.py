@@ -31,7 +31,7 @@ def summarise(
     moved = {name: _per_step(name, lines, drains) for name in ("ssd_read_bytes", "ssd_write_bytes")}
     steady = lines[1:] or lines
     last = lines[-1]
-    split = {name: round(statistics.median(line[name] for line in steady), 6) for name in _SPLIT}
+    split = {name: round(statistics.median(line.get(name, 0.0) for line in steady), 6) for name in _SPLIT}
     seconds = sum(line["step_seconds"] for line in steady)
     tokens = sum(line["tokens"] for line in steady)
     results = state.results

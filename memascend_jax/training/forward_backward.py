@@ -32,6 +32,7 @@ from memascend_jax.training.stage_schedule import (
     HEAD,
     LAYER,
     NORM,
+    Action,
     StageKey,
     forward_sequence,
     plan_actions,
@@ -70,6 +71,8 @@ class StreamedModel:
         self.layout = layout
         self.functions = functions
         self.placement = placement
+        #: Called before each stage is computed; may hold up the computation.
+        self.before_stage: Callable[[], None] = lambda: None
         self._clock = clock
         self.param_dtype = to_dtype(layout.format.param_dtype)
         self._hidden = layout.config.hidden_size
@@ -100,7 +103,7 @@ class StreamedModel:
         n_trained = sum(float(micro_batch.weights.sum()) for micro_batch in micro_batches)
         scale = self.functions.put(np.asarray(1.0 / n_trained, np.float32))
         gradients = StepGradients(self.placement)
-        with Prefetcher(self.placement, self._training, self._training_actions) as stages:
+        with self._prefetcher(self._training, self._training_actions) as stages:
             batches, xs = self._embed(micro_batches, rows)
             for index in range(self.layout.n_layers):
                 outputs = self._layer_forward(stages, index, batches, xs)
@@ -124,7 +127,7 @@ class StreamedModel:
     def evaluate(self, micro_batches: Sequence[Microbatch]) -> tuple[float, float]:
         """Returns the summed loss over the trained tokens of ``micro_batches`` and their count, in one pass."""
         rows = collect_rows(micro_batches, self.layout.config.vocab_size)
-        with Prefetcher(self.placement, self._forward, self._forward_actions) as stages:
+        with self._prefetcher(self._forward, self._forward_actions) as stages:
             batches, xs = self._embed(micro_batches, rows)
             for index in range(self.layout.n_layers):
                 xs = self._layer_forward(stages, index, batches, xs)
@@ -139,7 +142,10 @@ class StreamedModel:
 
     def forward_stages(self) -> Prefetcher:
         """Returns a prefetcher over one forward pass, for callers that run the stages themselves."""
-        return Prefetcher(self.placement, self._forward, self._forward_actions)
+        return self._prefetcher(self._forward, self._forward_actions)
+
+    def _prefetcher(self, sequence: Sequence[StageKey], actions: Sequence[Action]) -> Prefetcher:
+        return Prefetcher(self.placement, sequence, actions, self.before_stage)
 
     def _embed(
         self, micro_batches: Sequence[Microbatch], rows: BatchRows

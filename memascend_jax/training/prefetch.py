@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from memascend_jax.errors import RunError
@@ -21,9 +21,19 @@ class Prefetcher:
     Use: ``arrays = prefetcher.use(key)``, dispatch the computation, ``prefetcher.advance()``. Advancing after the
     dispatch lets the wait for a slot overlap the computation just queued. A stage whose parameters were read before
     the last update is an error, never used.
+
+    Args:
+        before_use: called before each stage is used, so that it may hold up the computation.
     """
 
-    def __init__(self, placement: Placement, sequence: Sequence[StageKey], actions: Sequence[Action]) -> None:
+    def __init__(
+        self,
+        placement: Placement,
+        sequence: Sequence[StageKey],
+        actions: Sequence[Action],
+        before_use: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._before_use = before_use
         self._placement = placement
         self._sequence = sequence
         self._actions = actions
@@ -37,6 +47,7 @@ class Prefetcher:
         Raises:
             RunError: ``key`` is not the next of the sequence, or its parameters are from before an update.
         """
+        self._before_use()
         if trace.current is not None:
             trace.current.stage = str(key)
         expected = self._sequence[self._position]

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command in a real memory cgroup that another process fills: it waits with a warning and is not killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from memascend_jax.observe.metrics import read_lines
+from memascend_jax.units import MIB
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(250)]
+
+_LIMIT = 800 * MIB
+#: Fills its cgroup until its standard input closes.
+_HOG = """\
+import mmap, sys
+nbytes = int(sys.argv[1])
+memory = mmap.mmap(-1, nbytes)
+for start in range(0, nbytes, 4096):
+    memory[start] = 1
+print("full", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def memory_cgroup(limit_bytes: int) -> Iterator[Path]:
+    """Yields the folder of a new memory cgroup of version 1; skips the test where none can be made."""
+    top = Path("/sys/fs/cgroup/memory")
+    group = top / f"memascend-test-{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no memory cgroup: {error}")
+    try:
+        (group / "memory.limit_in_bytes").write_text(str(limit_bytes))
+        yield group
+    finally:
+        deadline = time.monotonic() + 10
+        while group.exists() and time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                group.rmdir()
+            time.sleep(0.05)
+
+
+def start(group: Path, *command: str, **options: object) -> subprocess.Popen[str]:
+    inside = f'echo $$ > {group}/cgroup.procs && exec "$@"'
+    return subprocess.Popen(["sh", "-c", inside, "sh", *command], text=True, **options)  # type: ignore[call-overload, no-any-return]
+
+
+def wait_for(is_so: Callable[[], bool], process: subprocess.Popen[str], log: Path) -> None:
+    deadline = time.monotonic() + 90
+    while not is_so():
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.05)
+
+
+def room(group: Path) -> int:
+    statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    usage = int((group / "memory.usage_in_bytes").read_text())
+    return _LIMIT - usage + int(statistics["total_inactive_file"])
+
+
+def test_a_run_waits_for_memory_that_another_process_took_and_goes_on(tmp_path: Path) -> None:
+    folder, log = tmp_path / "run", tmp_path / "log"
+    command = [
+        *(sys.executable, "-m", "memascend_jax.recipes.llama_finetune", "--config", "tiny_random"),
+        *(f"run.dir={folder}", "train.steps=1000000", "offload.direct_io=optional"),
+    ]
+
+    def steps() -> int:
+        return len(read_lines(folder / "metrics.jsonl")) if (folder / "metrics.jsonl").exists() else 0
+
+    with memory_cgroup(_LIMIT) as group, log.open("w") as stderr, contextlib.ExitStack() as stack:
+        run = start(group, *command, stderr=stderr, stdout=subprocess.DEVNULL)
+        stack.callback(run.wait)
+        stack.callback(run.kill)
+        wait_for(lambda: steps() >= 3, run, log)
+        # In a group with room for everything nothing is said.
+        assert "memory is short" not in log.read_text()
+        hog = start(
+            group,
+            *(sys.executable, "-c", _HOG, str(room(group) - 40 * MIB)),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        stack.callback(hog.wait)
+        stack.callback(hog.kill)
+        assert hog.stdout is not None and hog.stdin is not None
+        assert hog.stdout.readline() == "full\n"
+        wait_for(lambda: "memory is short" in log.read_text(), run, log)
+        held_up = steps()
+        time.sleep(1.5)
+        assert steps() == held_up
+        hog.stdin.close()
+        wait_for(lambda: "there is memory again" in log.read_text(), run, log)
+        wait_for(lambda: steps() >= held_up + 3, run, log)
+        run.send_signal(signal.SIGTERM)
+        assert run.wait(timeout=60) == 75
+    said = log.read_text()
+    assert "available in its memory cgroup (limited to 800.00 MiB)" in said
+    # The time that it took is told, and is not computing.
+    waited = [line["memory_wait"] for line in read_lines(folder / "metrics.jsonl")]
+    assert max(waited) > 1.5
