@@ -22,7 +22,7 @@ from memascend_jax.bench.fio import FioRegion
 from memascend_jax.bench.sample import Series, find, paired_ratio
 from memascend_jax.bench.store_contender import StoreContender
 from memascend_jax.bench.tensor_set import TensorSet, one_tensor, smollm2
-from memascend_jax.errors import MachineError, StoreError
+from memascend_jax.errors import ConfigError, MachineError, StoreError
 from memascend_jax.storage.device import resolve_paths
 from memascend_jax.storage.options import IoArguments
 from memascend_jax.storage.tensor_store import Scratch
@@ -60,6 +60,7 @@ def bench_store(
     """Returns the figures of all contenders, the store's speed relative to each, and the machine.
 
     Raises:
+        ConfigError: an option is out of its range, or names no contender or kind of work.
         StoreError: something is at the paths already, there is no room, or data was not read as written.
     """
     _check(options)
@@ -126,7 +127,7 @@ def _check(options: BenchOptions) -> None:
     unknown = [name for name in options.against if name not in OPPONENTS]
     unknown += [kind for kind in options.kinds if kind not in KINDS]
     if unknown or options.rounds < 1 or options.tensor_bytes < MIN_TENSOR_BYTES:
-        raise StoreError(
+        raise ConfigError(
             f"cannot measure {options.rounds} rounds of {', '.join(options.kinds) or 'nothing'} with "
             f"{options.tensor_bytes:,} bytes against {', '.join(options.against) or 'nothing'}: at least 1 round of "
             f"{', '.join(KINDS)} with {MIN_TENSOR_BYTES:,} bytes, against {', '.join(OPPONENTS)}"
