@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -112,3 +113,25 @@ def test_a_run_waits_for_memory_that_another_process_took_and_goes_on(tmp_path: 
     # The time that it took is told, and is not computing.
     waited = [line["memory_wait"] for line in read_lines(folder / "metrics.jsonl")]
     assert max(waited) > 1.5
+
+
+@pytest.mark.parametrize("placement", ["ssd", "host"])
+def test_a_user_who_may_lock_next_to_nothing_trains_and_reads_the_remedy(
+    tmp_path: Path, placement: str
+) -> None:
+    unprivileged = ["setpriv", "--bounding-set=-ipc_lock", "--inh-caps=-ipc_lock"]
+    if os.geteuid() != 0:
+        unprivileged = []
+    elif shutil.which("setpriv") is None:
+        pytest.skip("root may lock everything, and there is no setpriv")
+    command = [
+        *(sys.executable, "-m", "memascend_jax.recipes.llama_finetune", "--config", "tiny_random"),
+        *(f"run.dir={tmp_path / 'run'}", f"offload.placement={placement}", "offload.direct_io=optional"),
+    ]
+    # The limit holds for io_uring's registered memory too.
+    done = subprocess.run(
+        ["prlimit", "--memlock=65536", *unprivileged, *command], capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    assert "pageable (cannot lock" in done.stderr
+    assert "the limit of locked memory is 65,536 bytes; raise it with `ulimit -l`" in done.stderr
