@@ -11,12 +11,15 @@ median over the rounds of a run's median step by the first run's in the same rou
 from __future__ import annotations
 
 import json
+import os
 import random
+import resource
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,10 +34,11 @@ _PHASES = ("compute", "ssd_read_wait", "ssd_write_wait", "optimizer", "commit")
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One process: its summary, and its steps but the first."""
+    """One process: its summary, its steps but the first, and how much of the machine others used, 0 to 1."""
 
     summary: dict[str, Any]
     steps: list[dict[str, Any]]
+    foreign_share: float
 
     @property
     def step_seconds(self) -> float:
@@ -87,6 +91,7 @@ def run_once(arguments: Sequence[str], folder: Path) -> Outcome:
         RuntimeError: it failed; the message has the end of what it said.
     """
     command = [sys.executable, "-m", "memascend_jax.recipes.llama_finetune", *arguments, *_ALWAYS]
+    busy, own, began = _busy_seconds(), _children_seconds(), time.monotonic()
     try:
         done = subprocess.run([*command, f"run.dir={folder}"], capture_output=True, text=True, check=False)
         if done.returncode != 0:
@@ -98,7 +103,21 @@ def run_once(arguments: Sequence[str], folder: Path) -> Outcome:
         ]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return Outcome(summary, [line for line in lines if not line.get("drain") and line["step"] > 1])
+    foreign = (_busy_seconds() - busy) - (_children_seconds() - own)
+    share = max(foreign, 0.0) / ((time.monotonic() - began) * (os.cpu_count() or 1))
+    return Outcome(summary, [line for line in lines if not line.get("drain") and line["step"] > 1], share)
+
+
+def _busy_seconds() -> float:
+    """Returns the processor time of all programs since the machine started."""
+    fields = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0].split()[1:]
+    user, nice, system, _, _, irq, soft_irq = map(int, fields[:7])
+    return (user + nice + system + irq + soft_irq) / os.sysconf("SC_CLK_TCK")
+
+
+def _children_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def compete(rounds: int, contenders: Sequence[Contender], folder: Path, say: Callable[[str], None]) -> None:
@@ -140,6 +159,7 @@ def _facts(contender: Contender, first: Contender) -> dict[str, Any]:
         "ssd_read_bytes_per_step": last["ssd_read_bytes_per_step"],
         "ssd_write_bytes_per_step": last["ssd_write_bytes_per_step"],
         "loss_last": last["loss_last"],
+        "foreign_share": max(outcome.foreign_share for outcome in contender.outcomes),
     }
     pairs = list(zip(contender.outcomes, first.outcomes, strict=False))
     if contender is not first and pairs:
@@ -154,7 +174,8 @@ def _line(outcome: Outcome) -> str:
         f"step {outcome.step_seconds:.2f} s (min {min(step['step_seconds'] for step in steps):.2f}; {phases}); "
         f"peak {summary['host_peak_bytes'] / MIB:,.0f} of {summary['planned_host_bytes'] / MIB:,.0f} MiB; "
         f"read {summary['ssd_read_bytes_per_step'] / GIB:.2f}, "
-        f"written {summary['ssd_write_bytes_per_step'] / GIB:.2f} GiB per step"
+        f"written {summary['ssd_write_bytes_per_step'] / GIB:.2f} GiB per step; "
+        f"others had {outcome.foreign_share:.0%} of the machine"
     )
 
 
