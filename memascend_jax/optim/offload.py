@@ -4,7 +4,7 @@
 What lives here is what a user calls; ``offload_engine`` makes and keeps a state, ``offload_step`` updates it.
 
 Known shortcomings: extra arguments of an update are numbers only; a leaf that is not elementwise (adafactor, muon,
-lamb) comes whole into host memory, with its state; typed random keys in a state are not kept by a commit.
+lamb) comes whole into host memory, with its state.
 """
 
 from __future__ import annotations

@@ -22,7 +22,16 @@ from memascend_jax.memory.pool import SizeClass, SlotPool
 from memascend_jax.optim.fused import FusedUpdate
 from memascend_jax.optim.offload_coupling import state_owners
 from memascend_jax.optim.offload_fused import fused_leaves
-from memascend_jax.optim.offload_handle import Home, OffloadState, OnDisk, StateReader, is_on_disk, serve
+from memascend_jax.optim.offload_handle import (
+    Home,
+    OffloadState,
+    OnDisk,
+    StateReader,
+    as_number,
+    as_user_array,
+    is_on_disk,
+    serve,
+)
 from memascend_jax.optim.offload_initial import write_initial_state
 from memascend_jax.optim.offload_layout import plan_layout
 from memascend_jax.optim.offload_leaf import CompiledUpdates, leaf_updates
@@ -192,9 +201,7 @@ class OffloadEngine:
     def handle(self, values: Mapping[int, Any], version: int, skipped: int) -> OffloadState:
         """Returns a handle with these numbers, on jax's default device as any other state."""
         leaves = [
-            jnp.asarray(np.asarray(values[state]), self.traced.state_shapes[state].dtype)
-            if leaf is None
-            else leaf
+            as_user_array(values[state], self.traced.state_shapes[state].dtype) if leaf is None else leaf
             for state, leaf in enumerate(self.expected)
         ]
         inner = self.traced.state_tree.unflatten(leaves)
@@ -312,12 +319,12 @@ class OffloadEngine:
                         f"{expected}"
                     )
                 continue
-            value = np.asarray(leaf)
+            value = as_number(leaf, shape.dtype)
             if value.shape != shape.shape:
                 raise StoreError(
                     f"'{path}' of the optimizer state has the shape {list(value.shape)}, not {list(shape.shape)}"
                 )
-            values[index] = value.astype(shape.dtype, copy=False)
+            values[index] = value
         return values
 
     def _check_version(self, version: int) -> None:

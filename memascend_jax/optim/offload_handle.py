@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from memascend_jax.dtypes import to_dtype
@@ -117,6 +118,21 @@ class OffloadState:
 
 
 jax.tree_util.register_dataclass(OffloadState, ["inner", "version", "skipped"], ["home"])
+
+
+def is_key(dtype: Any) -> bool:
+    """Returns whether ``dtype`` is that of jax's typed random keys, which numpy does not know."""
+    return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
+
+
+def as_user_array(value: Any, dtype: Any) -> Any:
+    """Returns a number of the state on jax's default device, as any other state's; a typed random key as it is."""
+    return value if is_key(dtype) else jnp.asarray(np.asarray(value), dtype)
+
+
+def as_number(value: Any, dtype: Any) -> Any:
+    """Returns a number of a handle for computing with it on the host: a numpy array, or a typed random key."""
+    return value if is_key(dtype) else np.asarray(value, dtype)
 
 
 def serve(home: Home, reader: StateReader) -> None:

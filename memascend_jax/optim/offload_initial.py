@@ -12,6 +12,7 @@ import numpy as np
 
 from memascend_jax.memory.pool import Lease
 from memascend_jax.optim.offload_arrays import copy_values, source_of
+from memascend_jax.optim.offload_handle import as_number
 from memascend_jax.optim.offload_layout import PARAMETER, Piece, Region
 from memascend_jax.optim.offload_tiling import tiled
 
@@ -49,7 +50,7 @@ class _InitialState:
                 self._whole(leaf) if leaf in program.used_inputs() else None
                 for leaf in range(traced.n_leaves)
             ]
-            found[state] = np.asarray(program.evaluate(given)[0])
+            found[state] = as_number(program.evaluate(given)[0], traced.state_shapes[state].dtype)
         return found
 
     def _values(self, piece: Piece, region: Region) -> Any:

@@ -26,9 +26,11 @@ class LeafUpdate:
         leaf: its index.
         frozen: its update is always zero: it has no state, and nothing is computed.
         elementwise: ``program`` takes flat pieces of it; else it takes the leaf in its true shape.
-        program: outputs the update, then the new values of ``changed``.
+        program: outputs the update, then the new values of ``returned``.
         inputs: the program's inputs in the order in which they are given.
         states: the state arrays that belong to the leaf; ``changed`` are those that an update changes.
+        returned: ``changed``, and for a whole leaf what all leaves share, so that XLA compiles what it would for optax
+            on this leaf alone: which results a program has decides how it sums.
         update_dtype: of the update.
     """
 
@@ -39,6 +41,7 @@ class LeafUpdate:
     inputs: tuple[int, ...]
     states: tuple[int, ...]
     changed: tuple[int, ...]
+    returned: tuple[int, ...]
     update_dtype: np.dtype[Any]
 
 
@@ -48,14 +51,17 @@ def leaf_updates(traced: TracedTransform, owners: Sequence[int | None]) -> list[
     for state, owner in enumerate(owners):
         if owner is not None:
             owned[owner].append(state)
-    return [_leaf_update(traced, leaf, owned[leaf]) for leaf in range(traced.n_leaves)]
+    shared = [state for state, owner in enumerate(owners) if owner is None]
+    return [_leaf_update(traced, leaf, owned[leaf], shared) for leaf in range(traced.n_leaves)]
 
 
-def _leaf_update(traced: TracedTransform, leaf: int, states: Sequence[int]) -> LeafUpdate:
+def _leaf_update(
+    traced: TracedTransform, leaf: int, states: Sequence[int], shared: Sequence[int]
+) -> LeafUpdate:
     update, shape = traced.update, traced.leaf_shapes[leaf]
     aval = _aval(update, update.outputs[leaf], shape)
     if is_constant_zero(update, leaf):
-        return LeafUpdate(leaf, True, True, update.sliced([leaf]), (), (), (), aval)
+        return LeafUpdate(leaf, True, True, update.sliced([leaf]), (), (), (), (), aval)
     changed = [
         state for state in states if update.outputs[traced.state_output(state)] != traced.state_input(state)
     ]
@@ -71,10 +77,23 @@ def _leaf_update(traced: TracedTransform, leaf: int, states: Sequence[int]) -> L
         traced.state_shapes[state].shape == shape.shape for state in states if is_streamed(traced, state)
     )
     rewritten = tiled(program, pieces, shape.shape) if alike and math.prod(shape.shape) > 1 else None
-    program = program if rewritten is None else rewritten
+    returned = changed
+    if rewritten is not None:
+        program = rewritten
+    else:
+        returned = sorted([*changed, *shared])
+        program = update.sliced([leaf, *(traced.state_output(state) for state in returned)])
     used = program.used_inputs()
     return LeafUpdate(
-        leaf, False, rewritten is not None, program, tuple(sorted(used)), tuple(states), tuple(changed), aval
+        leaf,
+        frozen=False,
+        elementwise=rewritten is not None,
+        program=program,
+        inputs=tuple(sorted(used)),
+        states=tuple(states),
+        changed=tuple(changed),
+        returned=tuple(returned),
+        update_dtype=aval,
     )
 
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A transform's update as a flat list of primitive steps: what depends on what, and the part that some outputs need.
+"""A transform's update as a list of primitive steps: what depends on what, and the part that some outputs need.
 
-A ``Program`` is a jaxpr whose calls are inlined, so that each leaf of a pytree can be followed through it and run by
-itself. What does not live here: which leaf owns what (``offload_coupling``), and pieces of a leaf (``offload_tiling``).
+A ``Program`` is a jaxpr in which each leaf of a pytree can be followed, also through branches and calls, and run by
+itself. Nested jits stay nested: XLA sums otherwise in a function of its own, and the bits are to be those of optax.
+What does not live here: which leaf owns what (``offload_coupling``), and pieces of a leaf (``offload_tiling``).
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from jax.extend import core
 #: Primitives that only call the jaxpr that they carry.
 _CALLS = frozenset(
     {
-        "jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2",
+        "closed_call", "core_call", "checkpoint", "remat", "remat2",
         "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr",
     }
 )  # fmt: skip
+_JITS = frozenset({"jit", "pjit"})
 _CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
@@ -49,7 +51,8 @@ SPREAD = Spread()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """One primitive. ``branches`` are those of a ``cond``, whose first input says which one is taken."""
+    """One primitive. ``branches`` are those of a ``cond``, whose first input says which one is taken, or the body of a
+    nested jit."""
 
     primitive: Any
     params: dict[str, Any]
@@ -57,6 +60,16 @@ class Step:
     outputs: tuple[int, ...]
     traceback: Any
     branches: tuple[Program, ...] = ()
+
+    @property
+    def choosing(self) -> tuple[Ref, ...]:
+        """The input that says which branch is taken; nothing for a nested jit."""
+        return () if self.primitive.name in _JITS else self.inputs[:1]
+
+    @property
+    def operands(self) -> tuple[Ref, ...]:
+        """The inputs of the branches."""
+        return self.inputs[len(self.choosing) :]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,7 +100,7 @@ class Program:
         for step in self.steps:
             operands = [_bits(masks, ref) for ref in step.inputs]
             for branch in step.branches:
-                yield from branch.merges(operands[1:])
+                yield from branch.merges(operands[len(step.choosing) :])
             result = functools.reduce(int.__or__, (masks[number] for number in step.outputs), 0)
             if result.bit_count() > 1 and result not in operands:
                 yield step
@@ -134,11 +147,14 @@ class Program:
                     functools.partial(branch.evaluate, piece_elements=piece_elements)
                     for branch in step.branches
                 ]
-                results = jax.lax.switch(operands[0], branches, operands[1:])
+                if step.choosing:
+                    results = jax.lax.switch(operands[0], branches, operands[1:])
+                else:
+                    results = jax.jit(branches[0])(operands)
             elif step.primitive is SPREAD:
                 results = [jax.lax.broadcast(operands[0], (piece_elements,))]
             else:
-                # Calls are inlined, so that the parameters of what is left are those of bind.
+                # Other calls are inlined, so that the parameters of what is left are those of bind.
                 results = step.primitive.bind(*operands, **step.params)
                 if not step.primitive.multiple_results:
                     results = [results]
@@ -150,9 +166,10 @@ class Program:
         for step in self.steps:
             operands = [_bits(masks, ref) for ref in step.inputs]
             if step.branches:
-                results = [branch.dependencies(operands[1:]) for branch in step.branches]
+                first = len(step.choosing)
+                results = [branch.dependencies(operands[first:]) for branch in step.branches]
                 for number, *found in zip(step.outputs, *results, strict=True):
-                    masks[number] = functools.reduce(int.__or__, found, operands[0])
+                    masks[number] = functools.reduce(int.__or__, [*found, *operands[:first]], 0)
             else:
                 # A loop is taken as a whole: each of its results depends on all that goes in.
                 union = functools.reduce(int.__or__, operands, 0)
@@ -189,7 +206,11 @@ def flatten(closed: Any) -> Program:
                 continue
             outputs = tuple(number_of(var.aval) for var in eqn.outvars)
             known.update(zip(eqn.outvars, outputs, strict=True))
-            branches = tuple(map(flatten, eqn.params["branches"])) if eqn.primitive.name == "cond" else ()
+            branches: tuple[Program, ...] = ()
+            if eqn.primitive.name == "cond":
+                branches = tuple(map(flatten, eqn.params["branches"]))
+            elif eqn.primitive.name in _JITS:
+                branches = (flatten(eqn.params["jaxpr"]),)
             steps.append(
                 Step(eqn.primitive, eqn.params, inputs, outputs, eqn.source_info.traceback, branches)
             )
@@ -208,15 +229,15 @@ def _called(eqn: Any) -> Any:
 
 
 def _needed_part(step: Step, needed: set[int]) -> Step:
-    """Of a ``cond`` only the needed results are computed, or the whole tree would hang on each of its leaves."""
+    """Of branches only the needed results are computed, or the whole tree would hang on each of its leaves."""
     if not step.branches:
         return step
     positions = [position for position, number in enumerate(step.outputs) if number in needed]
     branches = tuple(branch.sliced(positions) for branch in step.branches)
     used = set[int]().union(*(branch.used_inputs() for branch in branches))
-    operands = [ref if position in used else None for position, ref in enumerate(step.inputs[1:])]
+    operands = [ref if position in used else None for position, ref in enumerate(step.operands)]
     outputs = tuple(step.outputs[position] for position in positions)
-    return replace(step, inputs=(step.inputs[0], *operands), outputs=outputs, branches=branches)
+    return replace(step, inputs=(*step.choosing, *operands), outputs=outputs, branches=branches)
 
 
 def _bits(masks: Sequence[int], ref: Ref) -> int:

@@ -11,12 +11,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 
 from memascend_jax.dtypes import to_dtype
+from memascend_jax.optim.offload_handle import is_key
 
 _KEY = "memascend_offload"
 _USER = "user"
+#: Before the name of the generator, where a value is a typed random key.
+_KEY_PREFIX = "key:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +29,7 @@ class StateRecord:
 
     version: int
     skipped: int
-    values: Mapping[str, np.ndarray]
+    values: Mapping[str, Any]
 
 
 def user_bytes(run_state: bytes) -> bytes:
@@ -63,10 +67,15 @@ def _parsed(run_state: bytes) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and _KEY in found else None
 
 
-def _encoded(value: np.ndarray) -> list[Any]:
+def _encoded(value: Any) -> list[Any]:
+    if is_key(value.dtype):
+        _, shape, data = _encoded(np.asarray(jax.random.key_data(value)))
+        return [_KEY_PREFIX + str(jax.random.key_impl(value)), shape, data]
     array = np.asarray(value)
     return [array.dtype.name, list(array.shape), array.tobytes().hex()]
 
 
-def _decoded(dtype: str, shape: list[int], data: str) -> np.ndarray:
+def _decoded(dtype: str, shape: list[int], data: str) -> Any:
+    if dtype.startswith(_KEY_PREFIX):
+        return jax.random.wrap_key_data(_decoded("uint32", shape, data), impl=dtype.removeprefix(_KEY_PREFIX))
     return np.frombuffer(bytes.fromhex(data), to_dtype(dtype)).reshape(shape).copy()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from memascend_jax.dtypes import to_dtype
@@ -29,6 +30,7 @@ from memascend_jax.optim.offload_arrays import (
 from memascend_jax.optim.offload_engine import OffloadEngine
 from memascend_jax.optim.offload_fused import takes_gradient, update_piece
 from memascend_jax.optim.offload_gradients import look_at
+from memascend_jax.optim.offload_handle import as_number
 from memascend_jax.optim.offload_layout import PARAMETER, Piece
 from memascend_jax.optim.offload_leaf import LeafUpdate, is_streamed
 from memascend_jax.optim.offload_leaves import NamedLeaves, check_same, named_leaves
@@ -160,6 +162,12 @@ def _placed(request: Request, leaf: int) -> Any:
     return request.grads[leaf] if param is None or isinstance(param, str) else param
 
 
+def _is_finite(value: Any) -> bool:
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        return True
+    return bool(np.isfinite(np.asarray(value, np.float64)).all())
+
+
 class _Update:
     """One step under way."""
 
@@ -194,12 +202,9 @@ class _Update:
         for index, name in enumerate(engine.traced.extra_names):
             given[engine.traced.extra_input(index)] = self._request.extra[name]
         values = engine.shared_update(given)
-        self._new.update({state: np.asarray(value) for state, value in zip(shared, values, strict=True)})
-        bad = [
-            engine.traced.state_paths[state]
-            for state in shared
-            if not np.isfinite(np.asarray(self._new[state], np.float64)).all()
-        ]
+        for state, value in zip(shared, values, strict=True):
+            self._new[state] = as_number(value, engine.traced.state_shapes[state].dtype)
+        bad = [engine.traced.state_paths[state] for state in shared if not _is_finite(self._new[state])]
         if bad and engine.options.nonfinite != "keep":
             raise NonfiniteError(
                 f"'{bad[0]}' of the optimizer state is inf or nan at update {engine.version + 1:,}, so a schedule or "
@@ -245,7 +250,9 @@ class _Update:
         # Once the results are there all inputs have been read, and the slot may be written.
         jax.block_until_ready((result, states))  # type: ignore[no-untyped-call]
         self._check_first(result, piece)
-        for state, new in zip(update.changed, states, strict=True):
+        for state, new in zip(update.returned, states, strict=True):
+            if engine.owners[state] is None:
+                continue
             region = piece.region(state)
             if region is None or lease is None:
                 self._new[state] = np.asarray(new)

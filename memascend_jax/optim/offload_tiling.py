@@ -89,9 +89,10 @@ class _Rewriter:
         return None if wrong else (rewritten, whole_outputs)
 
     def _branches(self, step: Step, whole: Sequence[bool]) -> tuple[Step, list[bool]] | None:
-        if whole[0]:
+        first = len(step.choosing)
+        if any(whole[:first]):
             return None
-        pieces = frozenset(position for position, piece in enumerate(whole[1:]) if piece)
+        pieces = frozenset(position for position, piece in enumerate(whole[first:]) if piece)
         found = [self.rewrite(branch, pieces) for branch in step.branches]
         kinds = [entry[1] for entry in found if entry is not None]
         if len(kinds) < len(found) or any(kind != kinds[0] for kind in kinds):
