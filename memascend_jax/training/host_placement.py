@@ -140,8 +140,10 @@ class HostPlacement(MemoryPlacement):
         super().close()
 
     def wait_for(self, part: StagePart) -> None:
-        with self._clock.span("optimizer"), trace.span(trace.WAIT, "for the update of", part.tensor):
-            self._update.wait(part.tensor, part.start + part.n_elements)
+        end = part.start + part.n_elements
+        if not self._update.is_through(part.tensor, end):
+            with self._clock.span("optimizer"), trace.span(trace.WAIT, "for the update of", part.tensor):
+                self._update.wait(part.tensor, end)
 
     def _apply(
         self, apply: Callable[[LoadedGroup], None], skip_gradient: frozenset[str], group: UpdateGroup

@@ -70,19 +70,25 @@ class HostUpdate:
             self._queue.put((index, apply))
         self._queue.put(None)
 
+    def is_through(self, tensor: str, end: int | None = None) -> bool:
+        """Returns whether ``wait`` would return at once."""
+        if self._running is None or not self._handing_over:
+            return True
+        return self._updated[tensor] >= (self._sizes[tensor] if end is None else end)
+
     def wait(self, tensor: str, end: int | None = None) -> None:
         """Waits until the elements of ``tensor`` before ``end`` (default: all) are updated.
 
         Returns at once before ``add_rest``. Raises what the update failed with.
         """
-        running = self._running
-        if running is None or not self._handing_over:
+        if self.is_through(tensor, end):
             return
-        wanted = self._sizes[tensor] if end is None else end
+        running = self._running
+        assert running is not None, "nothing is through only while an update runs"
         with self._changed:
-            self._changed.wait_for(lambda: self._updated[tensor] >= wanted or running.done())
-            if self._updated[tensor] >= wanted:
-                return
+            self._changed.wait_for(lambda: self.is_through(tensor, end) or running.done())
+        if self.is_through(tensor, end):
+            return
         running.result()
         raise RunError(f"the update ended without '{tensor}'")
 
