@@ -161,7 +161,7 @@ def fused_update(
 ) -> None: ...
 def compact_update(
     *,
-    format: str,
+    state_format: str,
     param: int,
     residual: int = 0,
     mu: int,

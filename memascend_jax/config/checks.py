@@ -19,7 +19,6 @@ Finding = tuple[tuple[str, ...], str]
 #: Values that the configuration knows and this version cannot do. Remove an entry when the part is built.
 UNAVAILABLE: dict[str, frozenset[Any]] = {
     "model.compute_dtype": frozenset({"float16"}),
-    "optimizer.state_format": frozenset({"split", "split_bf16", "bf16", "int8"}),
 }
 
 
@@ -123,10 +122,11 @@ def _optimizer(config: Config) -> Iterator[Finding]:
             ("optimizer.loss_scale", "model.compute_dtype"),
             f"optimizer.loss_scale is for model.compute_dtype=float16, which is {compute}",
         )
-    if compute == "float16" and optimizer.state_format != "fp32":
+    if compute in ("float16", "float32") and optimizer.state_format != "fp32":
         yield (
             ("optimizer.state_format", "model.compute_dtype"),
-            f"model.compute_dtype=float16 needs optimizer.state_format=fp32, not {optimizer.state_format}",
+            f"model.compute_dtype={compute} needs optimizer.state_format=fp32, not {optimizer.state_format},"
+            " whose parameters are bfloat16",
         )
 
 

@@ -1,21 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdamW on tiles in host memory, in one native pass.
+"""AdamW on tiles in host memory, in one native pass, for each state format.
 
-    g     <- grad * grad_scale
-    mu    <- b1 * mu + (1 - b1) * g
-    nu    <- b2 * nu + (1 - b2) * g^2
+    g      <- grad * grad_scale
+    mu     <- b1 * mu + (1 - b1) * g
+    nu     <- b2 * nu + (1 - b2) * g^2
     master <- master - lr * (mu / (1 - b1^t) / (sqrt(nu / (1 - b2^t)) + eps) + weight_decay * master)
-    param <- round(master)
+    param  <- round(master)
 
-The order of operations is that of ``optax.adamw`` in fp32. Source: Loshchilov and Hutter,
-"Decoupled Weight Decay Regularization" (arXiv 1711.05101).
+The order of operations is that of ``optax.adamw`` in fp32, on what the format's leaves decode to. Source: Loshchilov
+and Hutter, "Decoupled Weight Decay Regularization" (arXiv 1711.05101).
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from memascend_jax._native import _core
+from memascend_jax.optim.state_format import MASTER, MU, NU, RESIDUAL, SCALES, StateFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,43 +49,94 @@ class UpdateScale:
 
 
 @dataclass(frozen=True, slots=True)
-class TileAddresses:
-    """Where one tile of each leaf lies in host memory; ``param`` is 0 when the master is the parameter."""
+class TileMemory:
+    """Where one tile, or rows that lie together, are in host memory.
 
-    master: int
-    mu: int
-    nu: int
-    grad: int
+    Attributes:
+        param, grad: addresses of ``n_elements`` parameters and gradients.
+        leaves: address of each leaf of the format, by suffix.
+        row_blocks: of rows, how many blocks of scales each has.
+    """
+
     param: int
+    grad: int
+    leaves: Mapping[str, int]
     n_elements: int
+    row_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """What stochastic rounding draws by, so that it does not matter how a tensor is cut.
+
+    Attributes:
+        key: of seed, step and tensor: see ``draw_key``.
+        first_element: position of the tile in the flattened tensor.
+        row_starts: ``[rows]`` int64, position of each row when rows are updated that lie apart in the tensor.
+    """
+
+    key: int
+    first_element: int = 0
+    row_starts: NDArray[np.int64] | None = None
+
+
+def draw_key(seed: int, step: int, tensor: str) -> int:
+    """Returns the 64-bit key of everything that is drawn for ``tensor`` in the update of ``step``."""
+    digest = hashlib.blake2b(f"{seed}\0{step}\0{tensor}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
 
 
 def update_tile(
-    tile: TileAddresses,
+    fmt: StateFormat,
+    memory: TileMemory,
     hyper: AdamW,
     scale: UpdateScale,
+    draws: Draws,
     *,
-    grad_dtype: str,
-    param_dtype: str,
     weight_decay: float,
 ) -> None:
-    """Updates one tile in place; releases the GIL. The tile's memory must stay leased meanwhile."""
+    """Updates one tile in place; releases the GIL. The tile's memory must stay leased meanwhile.
+
+    With ``draws.row_starts`` the parameters are those that the rows' tiles get; the moments are not to be kept.
+    """
+    numbers = {
+        "lr": scale.learning_rate,
+        "b1": hyper.b1,
+        "b2": hyper.b2,
+        "eps": hyper.eps,
+        "weight_decay": weight_decay,
+        "bias1": 1.0 - hyper.b1**scale.count,
+        "bias2": 1.0 - hyper.b2**scale.count,
+        "grad_scale": scale.grad_scale,
+    }
+    leaves = memory.leaves
+    if fmt.is_compact:
+        _core.compact_update(
+            state_format=fmt.name,
+            param=memory.param,
+            residual=leaves.get(RESIDUAL, 0),
+            mu=leaves[MU],
+            nu=leaves[NU],
+            scales=leaves.get(SCALES, 0),
+            grad=memory.grad,
+            n=memory.n_elements,
+            grad_dtype=fmt.grad_dtype,
+            first_element=draws.first_element,
+            random_key=draws.key,
+            row_starts=draws.row_starts,
+            row_blocks=memory.row_blocks,
+            **numbers,
+        )
+        return
     _core.fused_update(
         kernel="adam",
-        param=tile.master,
-        mu=tile.mu,
-        nu=tile.nu,
-        grad=tile.grad,
-        n=tile.n_elements,
-        grad_dtype=grad_dtype,
-        rounded=tile.param,
-        rounded_dtype=param_dtype if tile.param else "",
-        lr=scale.learning_rate,
-        b1=hyper.b1,
-        b2=hyper.b2,
-        eps=hyper.eps,
-        weight_decay=weight_decay,
-        bias1=1.0 - hyper.b1**scale.count,
-        bias2=1.0 - hyper.b2**scale.count,
-        grad_scale=scale.grad_scale,
+        param=leaves.get(MASTER, memory.param),
+        mu=leaves[MU],
+        nu=leaves[NU],
+        grad=memory.grad,
+        n=memory.n_elements,
+        grad_dtype=fmt.grad_dtype,
+        rounded=memory.param if fmt.has_master else 0,
+        rounded_dtype=fmt.param_dtype if fmt.has_master else "",
+        **numbers,
     )

@@ -8,7 +8,8 @@ from functools import partial
 
 from memascend_jax.config import Config, store_paths
 from memascend_jax.memory.arena import PinnedArena
-from memascend_jax.optim.adamw import AdamW, TileAddresses, UpdateScale, update_tile
+from memascend_jax.optim.adamw import AdamW, Draws, TileMemory, UpdateScale, update_tile
+from memascend_jax.optim.state_format import MASTER, MU, NU, state_format
 from memascend_jax.storage.device import resolve_paths
 from memascend_jax.storage.engine import native_engine
 from memascend_jax.storage.speed import probe_path
@@ -41,10 +42,10 @@ def measure_update_rate() -> float:
     tiles = [_tile(slot.address + 16 * n * index, n) for index in range(_TILES)]
     update = partial(
         update_tile,
+        state_format("fp32", "bfloat16"),
         hyper=AdamW(),
         scale=UpdateScale(1, 1e-4, 1.0),
-        grad_dtype="bfloat16",
-        param_dtype="bfloat16",
+        draws=Draws(0),
         weight_decay=0.0,
     )
     seconds = []
@@ -58,8 +59,7 @@ def measure_update_rate() -> float:
     return n * _TILES / min(seconds)
 
 
-def _tile(address: int, n: int) -> TileAddresses:
+def _tile(address: int, n: int) -> TileMemory:
     """Three fp32 arrays and two bf16 ones, one after the other."""
-    return TileAddresses(
-        address, address + 4 * n, address + 8 * n, address + 12 * n, address + 14 * n, n_elements=n
-    )
+    leaves = {MASTER: address, MU: address + 4 * n, NU: address + 8 * n}
+    return TileMemory(param=address + 14 * n, grad=address + 12 * n, leaves=leaves, n_elements=n)

@@ -69,8 +69,19 @@ def find_run(config: Config) -> Found | None:
     if dirty:
         raise dirty_store(paths, generation, data)
     found = Found(RunState.decode(data, ", ".join(paths)), generation, store_id)
+    _check_format(config, found.state, paths)
     _check_unchanged(config, found.state, paths)
     return found
+
+
+def _check_format(config: Config, state: RunState, paths: list[str]) -> None:
+    """Another form of the state is no change that a run can be resumed with: the store holds other tensors."""
+    held, asked = state.config["optimizer"]["state_format"], config.optimizer.state_format
+    if held != asked:
+        raise StoreError(
+            f"the store {', '.join(paths)} holds a run with optimizer.state_format={held}, not {asked}; nothing was "
+            f"changed. Use optimizer.state_format={held} to go on, or another run.dir or offload.store to start anew"
+        )
 
 
 def _check_unchanged(config: Config, state: RunState, paths: list[str]) -> None:

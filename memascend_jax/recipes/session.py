@@ -133,7 +133,12 @@ def _build_step(
     optimizer = config.optimizer
     hyper = AdamW(b1=optimizer.b1, b2=optimizer.b2, eps=optimizer.eps)
     updater = Updater(
-        plan.layout, placement, hyper, decayed_tensors(plan.layout, optimizer.weight_decay), rows
+        plan.layout,
+        placement,
+        hyper,
+        decayed_tensors(plan.layout, optimizer.weight_decay),
+        rows,
+        seed=config.train.seed,
     )
     schedule = build_schedule(
         optimizer.schedule,

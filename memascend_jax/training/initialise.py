@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from memascend_jax.dtypes import to_dtype
 from memascend_jax.errors import DataError
-from memascend_jax.optim.rounding import round_master, widen
-from memascend_jax.optim.state_format import MASTER
+from memascend_jax.optim.rounding import split_master, widen
 from memascend_jax.training.model_layout import ModelLayout
 from memascend_jax.training.placement import Placement
 
@@ -37,11 +37,12 @@ def initialise_state(
     for tensor in layout.tensors:
         total, size = math.prod(tensor.shape), layout.tile_elements[tensor.name]
         for start, values in cut_into_tiles(tensor.name, pieces_of(tensor.name), total, size):
-            master = widen(values)
-            placement.write(tensor.name, start, round_master(master, layout.format.param_dtype))
-            for suffix, dtype in layout.format.leaves:
-                leaf = master if suffix == MASTER else np.zeros(master.shape, dtype)
-                placement.write(tensor.name + suffix, start, leaf)
+            parameter, kept = split_master(layout.format, widen(values))
+            placement.write(tensor.name, start, parameter)
+            for leaf in layout.format.leaves:
+                first, n = leaf.span(start // size, total, size)
+                zeros = np.zeros(n, to_dtype(leaf.dtype)) if leaf.suffix not in kept else kept[leaf.suffix]
+                placement.write(tensor.name + leaf.suffix, first, zeros)
         on_tensor(tensor.name)
 
 

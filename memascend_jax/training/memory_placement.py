@@ -57,7 +57,7 @@ class MemoryPlacement:
         return MemoryStage(self, self._layout.stage_parts[key])
 
     def read_rows(self, tensor: str, rows: NDArray[np.int64], leaf: str = PARAMETER) -> NDArray[Any]:
-        vocab, columns = self._layout.shape_of(tensor)
+        vocab, columns = self._layout.leaf_shape(tensor, leaf)
         table = self._views[leaf_name(tensor, leaf)][: vocab * columns].reshape(vocab, columns)
         return np.ascontiguousarray(table[rows])
 
@@ -122,10 +122,12 @@ class MemoryPlacement:
 
     def _address(self, piece: UpdatePiece, leaf: str) -> int:
         name = self._name(piece, leaf)
-        return self._leases[name].address + piece.start * self._views[name].itemsize
+        start, _ = self._layout.leaf_span(piece, leaf)
+        return self._leases[name].address + start * self._views[name].itemsize
 
     def _view(self, piece: UpdatePiece, leaf: str) -> NDArray[Any]:
-        return self._views[self._name(piece, leaf)][piece.start : piece.start + piece.n_elements]
+        start, n = self._layout.leaf_span(piece, leaf)
+        return self._views[self._name(piece, leaf)][start : start + n]
 
 
 class MemoryStage:

@@ -15,7 +15,7 @@ from memascend_jax.models.shapes import (
     head_weight_name,
     tensor_shapes,
 )
-from memascend_jax.optim.state_format import BLOCK_BYTES, StateFormat, itemsize, tile_elements
+from memascend_jax.optim.state_format import BLOCK_BYTES, Leaf, StateFormat, itemsize, tile_elements
 from memascend_jax.training.stage_schedule import HEAD, LAYER, NORM, StageKey
 from memascend_jax.units import round_up
 
@@ -117,7 +117,22 @@ class ModelLayout:
     def leaf_dtype(self, leaf: str) -> str:
         """Returns the dtype of ``PARAMETER``, ``GRADIENT`` or a leaf of the state format."""
         own = {PARAMETER: self.format.param_dtype, GRADIENT: self.format.grad_dtype}
-        return own.get(leaf) or dict(self.format.leaves)[leaf]
+        return own.get(leaf) or self.format.leaf(leaf).dtype
+
+    def leaf_shape(self, tensor: str, leaf: str) -> tuple[int, ...]:
+        """Returns the shape of ``PARAMETER`` or a leaf of ``tensor``: the tensor's, or of scales ``[groups, 2]``."""
+        shape = self.shape_of(tensor)
+        known = None if leaf == PARAMETER else self.format.leaf(leaf)
+        if known is None or known.per == 1:
+            return shape
+        return known.total(math.prod(shape), self.tile_elements[tensor]) // known.width, known.width
+
+    def leaf_span(self, piece: UpdatePiece, leaf: str) -> tuple[int, int]:
+        """Returns first value and number of values of ``PARAMETER``, ``GRADIENT`` or a leaf of ``piece``."""
+        if leaf in (PARAMETER, GRADIENT):
+            return piece.start, piece.n_elements
+        elements = math.prod(self.shape_of(piece.tensor))
+        return self.format.leaf(leaf).span(piece.tile, elements, self.tile_elements[piece.tensor])
 
 
 def leaf_name(tensor: str, leaf: str) -> str:
@@ -202,9 +217,9 @@ def _update_groups(
                 pieces, used, elements = [], 0, 0
             stage = _stage_name(tensor.name)
             offsets: dict[str, int] = {}
-            for leaf, dtype in _leaves(fmt):
-                offsets[leaf] = used
-                used += round_up(n * itemsize(dtype), BLOCK_BYTES)
+            for leaf in _leaves(fmt):
+                offsets[leaf.suffix] = used
+                used += round_up(leaf.values(n) * itemsize(leaf.dtype), BLOCK_BYTES)
             pieces.append(UpdatePiece(tensor.name, tile, start, n, offsets))
             elements += n
     if pieces:
@@ -218,7 +233,7 @@ def _stage_name(tensor: str) -> str:
     return tensor
 
 
-def _leaves(fmt: StateFormat) -> Iterator[tuple[str, str]]:
-    yield PARAMETER, fmt.param_dtype
-    yield GRADIENT, fmt.grad_dtype
+def _leaves(fmt: StateFormat) -> Iterator[Leaf]:
+    yield Leaf(PARAMETER, fmt.param_dtype)
+    yield Leaf(GRADIENT, fmt.grad_dtype)
     yield from fmt.leaves

@@ -169,13 +169,14 @@ class RunPlan:
             for consumer in self.memory.consumers
         ]
         state = self.layout.format
-        names = ", ".join(suffix.removeprefix("#") for suffix, _ in state.leaves)
+        names = ", ".join(leaf.suffix.removeprefix("#") for leaf in state.leaves)
+        stored = round(self.layout.n_parameters * state.stored_bytes)
         where = "SSD" if self.placement == "ssd" else "host"
         disk = [
             (
                 f"parameters and state ({names})",
                 where,
-                f"{format_bytes(self.layout.n_parameters * state.stored_bytes)}  {state.stored_bytes} bytes each",
+                f"{format_bytes(stored)}  {state.stored_bytes:.4g} bytes each",
             )
         ]
         if self.placement != "ssd":
@@ -382,8 +383,13 @@ def store_specs(layout: ModelLayout) -> tuple[TensorSpec, ...]:
             TensorSpec(tensor.name, layout.format.param_dtype, tensor.shape, tile, row_access=by_row)
         )
         specs += [
-            TensorSpec(tensor.name + suffix, dtype, tensor.shape, tile)
-            for suffix, dtype in layout.format.leaves
+            TensorSpec(
+                tensor.name + leaf.suffix,
+                leaf.dtype,
+                layout.leaf_shape(tensor.name, leaf.suffix),
+                leaf.stride(tile),
+            )
+            for leaf in layout.format.leaves
         ]
     return tuple(specs)
 

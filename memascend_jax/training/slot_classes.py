@@ -96,8 +96,9 @@ def memory_contents(layout: ModelLayout) -> dict[str, tuple[int, str]]:
             contents[tensor.name] = max(elements, padded), fmt.param_dtype
         else:
             contents[tensor.name] = elements, fmt.param_dtype
-        for leaf, dtype in fmt.leaves:
-            contents[tensor.name + leaf] = elements, dtype
+        for leaf in fmt.leaves:
+            values = leaf.total(elements, layout.tile_elements[tensor.name])
+            contents[tensor.name + leaf.suffix] = values, leaf.dtype
         contents[gradient_name(tensor.name)] = elements, fmt.grad_dtype
     return contents
 

@@ -92,7 +92,7 @@ class SsdPlacement:
         return SsdStage(self, parts, leases, batch.submit(), receptions)
 
     def read_rows(self, tensor: str, rows: NDArray[np.int64], leaf: str = PARAMETER) -> NDArray[Any]:
-        columns = self._layout.shape_of(tensor)[1]
+        columns = self._layout.leaf_shape(tensor, leaf)[1]
         out = np.empty((len(rows), columns), to_dtype(self._layout.leaf_dtype(leaf)))
         if self._early is None:
             self.finish_update()

@@ -13,8 +13,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from memascend_jax.optim.state_format import BLOCK_BYTES, itemsize
-from memascend_jax.training.model_layout import ModelLayout
+from memascend_jax.optim.state_format import BLOCK_BYTES, Leaf, itemsize
+from memascend_jax.training.model_layout import PARAMETER, ModelLayout
 from memascend_jax.training.residency import Residency, spooled_groups
 from memascend_jax.training.stage_schedule import (
     Action,
@@ -92,8 +92,9 @@ def _row_bytes(layout: ModelLayout, step_tokens: int) -> int:
     """Bytes of the state of the embedding rows that a step uses, all different ones: they are updated first."""
     fmt = layout.format
     total = 0
-    for dtype in [dtype for _, dtype in fmt.leaves] + ([] if fmt.has_master else [fmt.param_dtype]):
-        row = layout.config.hidden_size * itemsize(dtype)
+    parameter = [] if fmt.has_master else [Leaf(PARAMETER, fmt.param_dtype)]
+    for leaf in (*fmt.leaves, *parameter):
+        row = leaf.values(layout.config.hidden_size) * itemsize(leaf.dtype)
         # Rows of one block are read once: never more than the table.
         table = round_up(layout.config.vocab_size * row, BLOCK_BYTES)
         total += min(step_tokens * _row_span(row), table)
@@ -125,7 +126,7 @@ def _update_bytes(layout: ModelLayout, residency: Residency, groups: frozenset[i
     read = write = 0
     for index in groups:
         for piece in layout.update_groups[index].pieces:
-            leaves = sum(_blocks(piece.n_elements, dtype) for _, dtype in fmt.leaves)
+            leaves = sum(_blocks(leaf.values(piece.n_elements), leaf.dtype) for leaf in fmt.leaves)
             parameter = _blocks(piece.n_elements, fmt.param_dtype)
             if index not in residency.state:
                 read += leaves if fmt.has_master else leaves + parameter

@@ -8,7 +8,6 @@ turn comes last, from the same state and gradients, with the same result.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,8 +16,8 @@ from numpy.typing import NDArray
 from memascend_jax.dtypes import to_dtype
 from memascend_jax.models.shapes import EMBED_NAME
 from memascend_jax.observe import trace
-from memascend_jax.optim.adamw import AdamW, TileAddresses, UpdateScale, update_tile
-from memascend_jax.optim.state_format import MASTER, MU, NU
+from memascend_jax.optim.adamw import AdamW, Draws, TileMemory, UpdateScale, draw_key, update_tile
+from memascend_jax.optim.state_format import SCALE_ELEMENTS, Leaf
 from memascend_jax.training.gradients import RowGradient, StepGradients
 from memascend_jax.training.model_layout import GRADIENT, PARAMETER, ModelLayout, UpdatePiece
 from memascend_jax.training.placement import LoadedGroup, Placement
@@ -39,7 +38,13 @@ def clip_scale(norm: float, clip_norm: float | None) -> float:
 
 
 class Updater:
-    """Applies AdamW to every parameter from the gradients of a step."""
+    """Applies AdamW to every parameter from the gradients of a step.
+
+    Args:
+        weight_decay: of each parameter.
+        rows: takes the embedding rows that are updated ahead.
+        seed: of what stochastic rounding draws.
+    """
 
     def __init__(
         self,
@@ -48,8 +53,11 @@ class Updater:
         hyper: AdamW,
         weight_decay: Mapping[str, float],
         rows: RowsAhead,
+        *,
+        seed: int = 0,
     ) -> None:
         self.rows = rows
+        self._seed = seed
         self._layout = layout
         self._placement = placement
         self._hyper = hyper
@@ -84,19 +92,39 @@ class Updater:
         """Returns ``[n, columns]``: the new embedding rows ``wanted``, the store as it was."""
         fmt, columns = self._layout.format, gradient.values.shape[1]
         out = np.empty((len(wanted), columns), to_dtype(fmt.param_dtype))
-        leaves = [leaf for leaf, _ in fmt.leaves] + ([] if fmt.has_master else [PARAMETER])
-        step = max(1, _ROWS_BYTES // (columns * fmt.stored_bytes))
+        step = max(1, int(_ROWS_BYTES / (columns * fmt.stored_bytes)))
         for begin in range(0, len(wanted), step):
             rows = wanted[begin : begin + step]
-            state = {leaf: self._placement.read_rows(EMBED_NAME, rows, leaf) for leaf in leaves}
+            param = out[begin : begin + step]
+            if not fmt.has_master:
+                param[:] = self._placement.read_rows(EMBED_NAME, rows)
+            state = {leaf.suffix: self._read_rows_of(leaf, rows, columns) for leaf in fmt.leaves}
             grad = np.ascontiguousarray(gradient.values[np.searchsorted(gradient.rows, rows)])
-            param = out[begin : begin + step] if fmt.has_master else state[PARAMETER]
-            arrays = {**state, GRADIENT: grad, PARAMETER: param}
-            addresses = {leaf: array.ctypes.data for leaf, array in arrays.items()}
+            memory = TileMemory(
+                param=param.ctypes.data,
+                grad=grad.ctypes.data,
+                leaves={suffix: array.ctypes.data for suffix, array in state.items()},
+                n_elements=grad.size,
+                row_blocks=_row_groups(columns, SCALE_ELEMENTS),
+            )
+            draws = Draws(draw_key(self._seed, scale.count, EMBED_NAME), row_starts=rows * columns)
             with trace.span(trace.UPDATE, "update rows of", EMBED_NAME):
-                self._update(EMBED_NAME, addresses.__getitem__, grad.size, scale)
-            out[begin : begin + step] = param
+                self._update(EMBED_NAME, memory, scale, draws)
         return out
+
+    def _read_rows_of(self, leaf: Leaf, rows: NDArray[np.int64], columns: int) -> NDArray[Any]:
+        """Returns the leaf's values of ``rows``: ``[n, columns]``, or of scales ``[n, groups, 2]``."""
+        if leaf.per == 1:
+            return self._placement.read_rows(EMBED_NAME, rows, leaf.suffix)
+        tile = self._layout.tile_elements[EMBED_NAME]
+        vocab = self._layout.shape_of(EMBED_NAME)[0]
+        # The elements at which a group of the row begins; where it has fewer groups than another, its last again.
+        first = rows[:, None] * columns // leaf.per * leaf.per
+        begins = first + np.arange(_row_groups(columns, leaf.per)) * leaf.per
+        begins = np.minimum(begins, vocab * columns - 1)
+        groups = begins // tile * (leaf.stride(tile) // leaf.width) + begins % tile // leaf.per
+        values = self._placement.read_rows(EMBED_NAME, groups.reshape(-1), leaf.suffix)
+        return values.reshape(*groups.shape, leaf.width)
 
     def _tile_update(self, rows: RowGradient | None, scale: UpdateScale) -> Callable[[LoadedGroup], None]:
         """Returns what updates a group; ``rows`` is the embedding's gradient, needed with its tiles."""
@@ -106,28 +134,30 @@ class Updater:
                 for piece in loaded.group.pieces:
                     if rows is not None and piece.tensor == EMBED_NAME:
                         self._overlay_rows(loaded, piece, rows)
-                    self._update(piece.tensor, partial(loaded.address, piece), piece.n_elements, scale)
+                    self._update(
+                        piece.tensor,
+                        self._memory_of(loaded, piece),
+                        scale,
+                        Draws(draw_key(self._seed, scale.count, piece.tensor), piece.start),
+                    )
 
         return update
 
-    def _update(
-        self, tensor: str, address: Callable[[str], int], n_elements: int, scale: UpdateScale
-    ) -> None:
-        fmt = self._layout.format
-        parameter = address(PARAMETER)
+    def _memory_of(self, loaded: LoadedGroup, piece: UpdatePiece) -> TileMemory:
+        return TileMemory(
+            param=loaded.address(piece, PARAMETER),
+            grad=loaded.address(piece, GRADIENT),
+            leaves={leaf.suffix: loaded.address(piece, leaf.suffix) for leaf in self._layout.format.leaves},
+            n_elements=piece.n_elements,
+        )
+
+    def _update(self, tensor: str, memory: TileMemory, scale: UpdateScale, draws: Draws) -> None:
         update_tile(
-            TileAddresses(
-                master=address(MASTER) if fmt.has_master else parameter,
-                mu=address(MU),
-                nu=address(NU),
-                grad=address(GRADIENT),
-                param=parameter if fmt.has_master else 0,
-                n_elements=n_elements,
-            ),
+            self._layout.format,
+            memory,
             self._hyper,
             scale,
-            grad_dtype=fmt.grad_dtype,
-            param_dtype=fmt.param_dtype,
+            draws,
             weight_decay=self._weight_decay[tensor],
         )
 
@@ -148,3 +178,8 @@ class Updater:
             begin = int(row) * columns - piece.start
             source = values[max(0, -begin) : piece.n_elements - begin]
             view[max(0, begin) : max(0, begin) + len(source)] = source
+
+
+def _row_groups(columns: int, per: int) -> int:
+    """Returns how many groups of ``per`` elements a row of ``columns`` touches at most, wherever it begins."""
+    return (per - 1 + columns + per - 1) // per

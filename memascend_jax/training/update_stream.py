@@ -334,8 +334,9 @@ class UpdateStream:
             address = lease.address
             if state and not fmt.has_master:
                 batch.read(piece.tensor, address + piece.offsets[PARAMETER], piece.start, piece.n_elements)
-            for leaf, _ in fmt.leaves if state else ():
-                batch.read(piece.tensor + leaf, address + piece.offsets[leaf], piece.start, piece.n_elements)
+            for leaf in fmt.leaves if state else ():
+                start, n = self._layout.leaf_span(piece, leaf.suffix)
+                batch.read(piece.tensor + leaf.suffix, address + piece.offsets[leaf.suffix], start, n)
             if piece.tensor not in skip_gradient and self._host.gradient_view(piece) is None:
                 self._gradients[piece.tensor].read(
                     address + piece.offsets[GRADIENT], piece.n_elements * size, piece.start * size, batch
@@ -346,8 +347,9 @@ class UpdateStream:
         batch = self._store.batch()
         for piece in item.group.pieces:
             batch.write_tile(piece.tensor, piece.tile, item.lease.address + piece.offsets[PARAMETER])
-            for leaf, _ in self._layout.format.leaves:
-                batch.write_tile(piece.tensor + leaf, piece.tile, item.lease.address + piece.offsets[leaf])
+            for leaf in self._layout.format.leaves:
+                address = item.lease.address + piece.offsets[leaf.suffix]
+                batch.write_tile(piece.tensor + leaf.suffix, piece.tile, address)
         return batch.submit()
 
     def _loaded(self, item: _Reading) -> LoadedGroup:
@@ -356,7 +358,8 @@ class UpdateStream:
             if kept is not None:
                 return kept
             dtype = to_dtype(self._layout.leaf_dtype(leaf))
-            return item.lease.view(dtype, (piece.n_elements,), piece.offsets[leaf])
+            _, n = self._layout.leaf_span(piece, leaf)
+            return item.lease.view(dtype, (n,), piece.offsets[leaf])
 
         for piece in item.group.pieces:
             if piece.tensor in item.work.skip_gradient:

@@ -245,11 +245,11 @@ inline constexpr const char* kCompactUpdateDoc =
 
 The arithmetic is that of fused_update's adam, in float32, on what the state decodes to.
 
-    format      param     residual                    mu, nu
-    split       bfloat16  uint16, low half of master  float32
-    split_bf16  bfloat16  uint16, low half of master  bfloat16
-    bf16        bfloat16  none: param is the master   bfloat16
-    int8        bfloat16  uint8, next byte of master  uint8, companded
+    state_format  param     residual                    mu, nu
+    split         bfloat16  uint16, low half of master  float32
+    split_bf16    bfloat16  uint16, low half of master  bfloat16
+    bf16          bfloat16  none: param is the master   bfloat16
+    int8          bfloat16  uint8, next byte of master  uint8, companded
 
 Args:
     param, residual, mu, nu: addresses, updated in place.

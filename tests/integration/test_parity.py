@@ -100,7 +100,7 @@ def in_memory(tmp_path_factory):
 
 
 def all_tensors(run):
-    leaves = ["", *(suffix for suffix, _ in run.plan.layout.format.leaves)]
+    leaves = ["", *(leaf.suffix for leaf in run.plan.layout.format.leaves)]
     return {name + leaf: run.tensor(name + leaf) for name in run.names() for leaf in leaves}
 
 

@@ -19,6 +19,7 @@ from memascend_jax.recipes.run_store import open_store
 from memascend_jax.recipes.session import Session, open_arena, open_session
 from memascend_jax.training.initialise import initialise_state
 from memascend_jax.training.loop import StepData
+from memascend_jax.training.model_layout import PARAMETER
 from memascend_jax.training.plan import RunPlan
 
 
@@ -48,7 +49,8 @@ class StreamedRun:
 
     def tensor(self, name: str) -> np.ndarray:
         """Returns a tensor or state leaf whole."""
-        shape = self.plan.layout.shape_of(name.split("#")[0])
+        tensor, hash_sign, leaf = name.partition("#")
+        shape = self.plan.layout.leaf_shape(tensor, hash_sign + leaf if leaf else PARAMETER)
         return self.session.placement.read(name, 0, math.prod(shape)).reshape(shape)
 
     def names(self) -> list[str]:

@@ -308,7 +308,6 @@ def test_contradictions_name_the_keys(overrides: list[str], expected: str) -> No
     "override",
     [
         "model.compute_dtype=float16",
-        "optimizer.state_format=split",
         "optimizer.groups=[{match: norm, weight_decay: 0}]",
         "offload.device_memory=8GiB",
         "checkpoint.every=5",

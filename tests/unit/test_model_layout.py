@@ -91,7 +91,7 @@ def test_head_tiles_are_whole_optimizer_tiles_where_rows_allow():
 
 
 def test_pieces_of_a_group_do_not_overlap_and_lie_on_blocks(layout):
-    sizes = dict(layout.format.leaves) | {
+    sizes = {leaf.suffix: leaf.dtype for leaf in layout.format.leaves} | {
         "gradient": layout.format.grad_dtype,
         "parameter": layout.format.param_dtype,
     }
