@@ -7,8 +7,10 @@ Everything that can be checked is checked before the first weight is read.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +83,9 @@ def run(config: Config) -> int:
         # Until all parts are closed, so that a first Ctrl-C while a finished run closes does not make it a failure.
         stop = stack.enter_context(StopRequest(_say_stopping))
         try:
-            session, trainer = _set_up(job, stack)
-            _watch_memory(job, session, stop)
+            watch = MemoryWatch(job.plan.memory.total_bytes, job.screen.say)
+            session, trainer = _set_up(job, stack, partial(watch.wait, lambda: stop.requested))
+            _hold_up_stages(session, watch, stop)
             _train(job, session, trainer, stop)
             _save(job, session)
         except StoppedError as error:
@@ -167,7 +170,7 @@ def _total_steps(config: Config, data: Dataset) -> int:
     )
 
 
-def _set_up(job: Run, stack: ExitStack) -> tuple[Session, Trainer]:
+def _set_up(job: Run, stack: ExitStack, wait_for_memory: Callable[[], None]) -> tuple[Session, Trainer]:
     """Builds the parts, writes the first generation of a new run, and compiles."""
     limit_heap_growth(job.plan.depths.heap_bytes)
     cache = _keep_compiled_code(job.folder)
@@ -184,6 +187,8 @@ def _set_up(job: Run, stack: ExitStack) -> tuple[Session, Trainer]:
     if run.trace:
         stack.enter_context(recording(job.folder.trace(compressed=run.trace_gzip)))
     meter = stack.enter_context(Meter(MeterLog(job.folder.meter, meter_facts(job.plan)), run.meter_seconds))
+    # The plan was made before the compiling, which takes long; the arena is all touched at once.
+    wait_for_memory()
     arena = stack.enter_context(open_arena(job.plan))
     store = None
     if job.plan.placement == "ssd":
@@ -222,9 +227,8 @@ def _set_up(job: Run, stack: ExitStack) -> tuple[Session, Trainer]:
     return session, trainer
 
 
-def _watch_memory(job: Run, session: Session, stop: StopRequest) -> None:
+def _hold_up_stages(session: Session, watch: MemoryWatch, stop: StopRequest) -> None:
     """Holds up the computation while somebody else has the memory that the plan still needs."""
-    watch = MemoryWatch(job.plan.memory.total_bytes, job.screen.say)
 
     def before_stage() -> None:
         if watch.is_short():
