@@ -18,8 +18,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 def limit_heap_growth(kept_bytes: int = MIB) -> bool:
     """Makes blocks of ``kept_bytes`` and more mappings of their own and keeps one heap; call before threads start.
 
-    May be called again with a larger value: smaller blocks then stay with the process when they are freed, which spares
-    the kernel from clearing their pages anew.
+    May be called again with a larger value: smaller blocks then stay with the process when they are freed, up to four
+    times ``kept_bytes`` in all, which spares the kernel from clearing their pages anew.
 
     Returns:
         Whether the C library took the settings.
@@ -27,7 +27,9 @@ def limit_heap_growth(kept_bytes: int = MIB) -> bool:
     mallopt = getattr(_libc(), "mallopt", None)
     if mallopt is None:
         return False
-    settings = ((_M_MMAP_THRESHOLD, kept_bytes), (_M_TRIM_THRESHOLD, kept_bytes), (_M_ARENA_MAX, 1))
+    # A computation frees several large blocks at once: with less room the end of the heap would come and go.
+    trimmed_at = kept_bytes if kept_bytes <= MIB else 4 * kept_bytes
+    settings = ((_M_MMAP_THRESHOLD, kept_bytes), (_M_TRIM_THRESHOLD, trimmed_at), (_M_ARENA_MAX, 1))
     return all(mallopt(parameter, value) == 1 for parameter, value in settings)
 
 

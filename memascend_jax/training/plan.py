@@ -100,6 +100,7 @@ class Depths:
 
 CHOICES = (
     Depths(2, 4, 3, 6, 1 << 20, 8 * MIB, heap_bytes=32 * MIB),
+    Depths(2, 4, 3, 6, 1 << 20, 8 * MIB, heap_bytes=16 * MIB),
     Depths(2, 4, 3, 6, 1 << 20, 8 * MIB),
     Depths(2, 4, 2, 4, 1 << 19, 8 * MIB),
     Depths(1, 3, 2, 3, 1 << 18, 4 * MIB),
