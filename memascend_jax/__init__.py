@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from memascend_jax.memory.arena import PinnedArena as PinnedArena
+    from memascend_jax.optim.offload import offload as offload
     from memascend_jax.optim.transforms import adam as adam
     from memascend_jax.optim.transforms import adamw as adamw
     from memascend_jax.optim.transforms import lion as lion
@@ -27,9 +28,20 @@ _HOME = {
     "adam": "memascend_jax.optim.transforms",
     "adamw": "memascend_jax.optim.transforms",
     "lion": "memascend_jax.optim.transforms",
+    "offload": "memascend_jax.optim.offload",
     "sgd": "memascend_jax.optim.transforms",
 }
-__all__ = ["PinnedArena", "TensorSpec", "TensorStore", "__version__", "adam", "adamw", "lion", "sgd"]
+__all__ = [
+    "PinnedArena",
+    "TensorSpec",
+    "TensorStore",
+    "__version__",
+    "adam",
+    "adamw",
+    "lion",
+    "offload",
+    "sgd",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -24,6 +24,7 @@ from memascend_jax.optim.offload_handle import OffloadState, OnDisk
 from memascend_jax.optim.offload_leaves import named_leaves
 from memascend_jax.optim.offload_record import user_bytes
 from memascend_jax.optim.offload_step import step
+from memascend_jax.optim.offload_trace import scalar_shape
 from memascend_jax.optim.state_format import BLOCK_BYTES
 from memascend_jax.optim.transforms import fused_description
 from memascend_jax.storage.tensor_store import TensorStore
@@ -108,6 +109,8 @@ def offload(
         grad_dtype=None if grad_dtype is None else np.dtype(grad_dtype),
         extra=dict(extra_args or {}),
     )
+    for argument, value in options.extra.items():
+        scalar_shape(argument, value)
     check_separable(tx, options.extra)
     return Offload(tx, store, arena, options)
 

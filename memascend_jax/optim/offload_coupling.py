@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ _WRAPPERS = frozenset(
         "with_extra_args_support", "selective_transform", "inject_stateful_hyperparams",
     }
 )  # fmt: skip
-_TRANSFORM = re.compile(r"(\w+)\.<locals>\.")
+_UPDATE = re.compile(r"(update|init)(_fn)?$")
 _REMEDIES = {
     "clip_by_global_norm": "leave it out and pass clip_norm= to offload, which clips by the same norm",
     "apply_if_finite": 'leave it out and pass nonfinite="skip" to offload',
@@ -144,14 +145,23 @@ def _culprit(step: Step) -> str:
     """Returns the name of the transform whose code made ``step``, else the place in the code."""
     frames = [] if step.traceback is None else step.traceback.frames
     for frame in frames:
-        found = _TRANSFORM.match(frame.function_name)
-        outside = "/jax/" not in frame.file_name and "memascend_jax" not in frame.file_name
-        if outside and found and found.group(1) not in _WRAPPERS:
-            return found.group(1)
+        name = _transform_of(frame.function_name)
+        outside = "/jax/" not in frame.file_name and "/memascend_jax/" not in frame.file_name
+        if outside and name and name not in _WRAPPERS:
+            return name
     for frame in frames:
         if "/jax/" not in frame.file_name:
             return f"{frame.function_name} ({frame.file_name}:{frame.line_num})"
     return f"the primitive {step.primitive.name}"
+
+
+def _transform_of(function_name: str) -> str:
+    """Returns the function whose inner ``update`` or ``init`` a qualified name is of, or empty."""
+    parts = function_name.split(".<locals>.")
+    for outer, inner in pairwise(parts):
+        if _UPDATE.match(inner):
+            return outer.rpartition(".")[2]
+    return ""
 
 
 def is_constant_zero(program: Program, output: int) -> bool:

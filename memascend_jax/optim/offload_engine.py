@@ -120,6 +120,8 @@ class OffloadEngine:
         self.stream = StateStream(store, self.pool, self.layout.groups)
         self.expected = self._expected_leaves()
         self.version = self.committed_version = 0
+        #: Why the state in the store can be used no more.
+        self.broken: str | None = None
         self._reader = StateReader(self.read_state, self.names)
         self._shared = self._compiled_shared()
 
@@ -213,6 +215,8 @@ class OffloadEngine:
         Raises:
             StoreError: it is no handle, or of another store, name, transform or version; says which.
         """
+        if self.broken is not None:
+            raise StoreError(self.broken)
         state = without_variables(state)
         if not isinstance(state, OffloadState):
             raise StoreError(
@@ -251,7 +255,9 @@ class OffloadEngine:
         names = [spec.name for spec in self.layout.specs.values()]
         names += [spec.name for spec in self.stored_params.values()]
         self.store.rollback(names)
-        self.version = self.committed_version
+        # Not what was noted here: the failure may have come between the commit and the note.
+        record = record_of(self.store.run_state, self.options.name)
+        self.version = self.committed_version = 0 if record is None else record.version
 
     def read_state(self, state: OffloadState, path: str) -> dict[str, np.ndarray]:
         """Returns the arrays of one leaf; see ``OffloadState.state_of``."""

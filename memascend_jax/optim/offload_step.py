@@ -30,7 +30,7 @@ from memascend_jax.optim.offload_arrays import (
 from memascend_jax.optim.offload_engine import OffloadEngine
 from memascend_jax.optim.offload_fused import takes_gradient, update_piece
 from memascend_jax.optim.offload_gradients import look_at
-from memascend_jax.optim.offload_handle import as_number
+from memascend_jax.optim.offload_handle import OffloadState, as_number
 from memascend_jax.optim.offload_layout import PARAMETER, Piece
 from memascend_jax.optim.offload_leaf import LeafUpdate, is_streamed
 from memascend_jax.optim.offload_leaves import NamedLeaves, check_same, named_leaves
@@ -75,25 +75,31 @@ def step(
         try:
             engine.stream.run(update.piece, writes_params=applies)
             results, values = update.finish()
+            engine.version = version + 1
+            new_state = _committed(engine, values, skipped)
         except BaseException as error:
             _undo(engine, error)
             raise
-    new_state = engine.handle(values, version + 1, skipped)
-    engine.version = version + 1
+    return answer.rebuild(results), new_state
+
+
+def _committed(engine: OffloadEngine, values: Mapping[int, Any], skipped: int) -> OffloadState:
+    state = engine.handle(values, engine.version, skipped)
     every = engine.options.commit_every
     if every and engine.version - engine.committed_version >= every:
-        engine.commit(new_state)
-    return answer.rebuild(results), new_state
+        engine.commit(state)
+    return state
 
 
 def _undo(engine: OffloadEngine, error: BaseException) -> None:
     try:
         engine.roll_back()
     except (StoreError, OSError) as failure:
-        engine.version = -1
-        error.add_note(
-            f"The state in store '{engine.home.store_path}' is now a mixture of two steps and cannot be used: {failure}"
+        engine.broken = (
+            f"the optimizer state in store '{engine.home.store_path}' is a mixture of two steps since a step failed "
+            f"half way, and cannot be used: {failure}"
         )
+        error.add_note(engine.broken)
 
 
 def _checked_grads(engine: OffloadEngine, given: NamedLeaves) -> tuple[Any, ...]:

@@ -93,7 +93,7 @@ def trace_transform(
     Raises:
         ConfigError: the state does not keep its structure, shapes and dtypes from update to update.
     """
-    extra = {name: _scalar_shape(name, value) for name, value in sorted((extra or {}).items())}
+    extra = {name: scalar_shape(name, value) for name, value in sorted((extra or {}).items())}
     tree: Any
     found, tree = jax.tree_util.tree_flatten_with_path(params)
     shapes = [shape for _, shape in found]
@@ -146,7 +146,8 @@ def _same_shapes(state: Any, new_state: Any) -> bool:
     return all(a.dtype == b.dtype for a, b in zip(leaves, new_leaves, strict=True))
 
 
-def _scalar_shape(name: str, value: Any) -> Shape:
+def scalar_shape(name: str, value: Any) -> Shape:
+    """Returns the shape of an extra argument; raises ``ConfigError`` when it is no number."""
     try:
         array = np.asarray(value)
     except Exception:
