@@ -146,6 +146,9 @@ def _load(config: Config, stack: ExitStack) -> Run:
 
 def _begin(job: Run) -> None:
     """Writes the first files of the run and shows what is going to be done."""
+    killed = job.folder.likely_oom_kill()
+    if killed is not None:
+        job.screen.say(killed)
     job.folder.prepare(job.config, job.plan.to_json(), job.state.step, job.total_steps)
     job.screen.show_plan(job.plan.rows())
     job.screen.show_data(job.data, job.model.coder)

@@ -13,7 +13,9 @@ from typing import Any
 from memascend_jax.config import Config, to_yaml
 from memascend_jax.errors import ConfigError
 from memascend_jax.observe.failure import is_disk_full
-from memascend_jax.observe.process import this_process
+from memascend_jax.observe.oom import oom_count, oom_kills_since
+from memascend_jax.observe.process import is_gone, this_process
+from memascend_jax.units import counted
 
 
 class RunFolder:
@@ -140,6 +142,20 @@ class RunFolder:
             with contextlib.suppress(OSError), open(self.path / "status.json", "r+b", buffering=0) as file:
                 file.truncate(file.write(text.encode()))
 
+    def likely_oom_kill(self) -> str | None:
+        """Returns a sentence when the last run here ended as one that the kernel killed for lack of memory does."""
+        status = self._read_status()
+        if status.get("state") not in ("starting", "running") or not is_gone(status):
+            return None
+        kills = oom_kills_since(status)
+        if not kills:
+            return None
+        return (
+            f"the last run ended at step {status.get('step')} without a word, and since then the kernel has killed "
+            f"{counted(kills, 'process', 'processes')} for lack of memory: probably that run. To avoid it give it a "
+            "smaller offload.host_memory, or the machine or its memory cgroup more room"
+        )
+
     def write_summary(self, summary: dict[str, Any]) -> None:
         self._write("summary.json", _json_text(summary))
 
@@ -150,6 +166,7 @@ class RunFolder:
                 "step": step,
                 "total_steps": total_steps,
                 **this_process(),
+                **oom_count(),
                 "unix_time": round(time.time(), 3),
                 "message": message,
                 "store_id": self.store_id,
@@ -158,12 +175,16 @@ class RunFolder:
 
     def _owner(self) -> str | None:
         """The store whose files these are; None where nothing, or nothing readable, says so."""
+        owner = self._read_status().get("store_id")
+        return owner if isinstance(owner, str) else None
+
+    def _read_status(self) -> dict[str, Any]:
+        """The contents of ``status.json``; nothing where there is none, or nothing readable."""
         try:
             status = json.loads((self.path / "status.json").read_text(encoding="utf-8"))
-            owner = status.get("store_id")
-        except (OSError, ValueError, AttributeError):
-            return None
-        return owner if isinstance(owner, str) else None
+        except (OSError, ValueError):
+            return {}
+        return status if isinstance(status, dict) else {}
 
     def _unwritable(self, why: str) -> ConfigError:
         return ConfigError(

@@ -135,3 +135,39 @@ def test_a_user_who_may_lock_next_to_nothing_trains_and_reads_the_remedy(
     assert done.returncode == 0, done.stderr
     assert "pageable (cannot lock" in done.stderr
     assert "the limit of locked memory is 65,536 bytes; raise it with `ulimit -l`" in done.stderr
+
+
+def test_a_run_that_the_kernel_killed_for_lack_of_memory_is_told_so_at_the_next_start(tmp_path: Path) -> None:
+    folder, log = tmp_path / "run", tmp_path / "log"
+    command = [
+        *(sys.executable, "-m", "memascend_jax.recipes.llama_finetune", "--config", "tiny_random"),
+        *(f"run.dir={folder}", "offload.direct_io=optional", "run.allow_changed=true"),
+    ]
+    with memory_cgroup(_LIMIT) as group, log.open("w") as stderr, contextlib.ExitStack() as stack:
+        run = start(group, *command, "train.steps=1000000", stderr=stderr, stdout=subprocess.DEVNULL)
+        stack.callback(run.wait)
+        stack.callback(run.kill)
+        metrics = folder / "metrics.jsonl"
+        wait_for(lambda: metrics.exists() and len(read_lines(metrics)) >= 3, run, log)
+        # Whoever takes more than there is, the kernel shall choose the run.
+        Path(f"/proc/{run.pid}/oom_score_adj").write_text("1000")
+        hog = start(
+            group,
+            *(sys.executable, "-c", _HOG, str(_LIMIT - 60 * MIB)),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        stack.callback(hog.wait)
+        stack.callback(hog.kill)
+        assert run.wait(timeout=60) == -signal.SIGKILL
+    steps = len(read_lines(metrics))
+    again = subprocess.run(
+        [*command, f"train.steps={steps + 2}"], capture_output=True, text=True, timeout=200
+    )
+    assert again.returncode == 0, again.stderr
+    assert (
+        "for lack of memory: probably that run. To avoid it give it a smaller offload.host_memory"
+        in again.stderr
+    )
+    # Once told it is not told again.
+    assert "lack of memory" not in subprocess.run(command, capture_output=True, text=True, timeout=200).stderr

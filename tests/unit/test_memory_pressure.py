@@ -13,6 +13,7 @@ from memascend_jax.config import load_config
 from memascend_jax.errors import BudgetError
 from memascend_jax.memory.meter import MemoryRoom, memory_room
 from memascend_jax.memory.pressure import MemoryWatch, stalled_percent
+from memascend_jax.observe.oom import oom_count, oom_kills_since
 from memascend_jax.recipes import planning
 from memascend_jax.units import GIB, MIB
 
@@ -185,3 +186,22 @@ def test_a_budget_above_what_there_is_is_refused_naming_whose_limit_it_is(
     assert f" available {where}; lower it, or free memory" in said
     # The same without a budget takes what is there; a smaller one is fine.
     assert planning.plan_from_config(load_config(["tiny_random"], [f"run.dir={tmp_path / 'run'}"]))
+
+
+def test_kills_for_lack_of_memory_are_counted_within_one_boot(tmp_path: Path) -> None:
+    boot = tmp_path / "proc/sys/kernel/random/boot_id"
+    boot.parent.mkdir(parents=True)
+    boot.write_text("first\n")
+    counter = tmp_path / "proc/vmstat"
+    counter.write_text("pgfault 5\noom_kill 3\n")
+    earlier = oom_count(tmp_path)
+    assert earlier == {"boot_id": "first", "oom_kills": 3}
+    assert oom_kills_since(earlier, tmp_path) == 0
+    counter.write_text("oom_kill 5\n")
+    assert oom_kills_since(earlier, tmp_path) == 2
+    assert oom_kills_since({}, tmp_path) == 0
+    boot.write_text("second\n")
+    assert oom_kills_since(earlier, tmp_path) == 0
+    counter.write_text("pgfault 5\n")
+    assert oom_count(tmp_path)["oom_kills"] is None
+    assert oom_kills_since(oom_count(tmp_path), tmp_path) == 0
