@@ -34,7 +34,7 @@ from memascend_jax.optim.offload_handle import (
 )
 from memascend_jax.optim.offload_initial import write_initial_state
 from memascend_jax.optim.offload_layout import plan_layout
-from memascend_jax.optim.offload_leaf import CompiledUpdates, leaf_updates
+from memascend_jax.optim.offload_leaf import CompiledUpdates, LeafUpdate, is_streamed, leaf_updates
 from memascend_jax.optim.offload_leaves import NamedLeaves, shape_of, without_variables
 from memascend_jax.optim.offload_record import StateRecord, record_of, with_record
 from memascend_jax.optim.offload_stream import StateStream
@@ -102,7 +102,8 @@ class OffloadEngine:
         _check_dtypes(self.traced, [update.frozen for update in self.updates])
         self.stored_params = _stored_params(store, params)
         self.fused = fused_leaves(fused, self.traced, self.updates, params.pure)
-        every = all(update.frozen or update.leaf in self.fused for update in self.updates)
+        streamed = [update.leaf for update in self.updates if self._streams(update)]
+        every = all(leaf in self.fused for leaf in streamed)
         self.layout = plan_layout(
             self.traced,
             self.updates,
@@ -294,6 +295,9 @@ class OffloadEngine:
         self.pool.close()
         if self._owns_arena:
             self._arena.close()
+
+    def _streams(self, update: LeafUpdate) -> bool:
+        return not update.frozen and any(is_streamed(self.traced, state) for state in update.states)
 
     def _compiled_shared(self) -> Any:
         program = self.traced.update.sliced(
