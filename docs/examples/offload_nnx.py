@@ -108,13 +108,14 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--blocks", type=int, default=3)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--learning-rate", type=float, default=5e-5)
     parser.add_argument("--optimizer", choices=("adamw", "fused", "sgd"), default="adamw")
     parser.add_argument("--tile-elements", type=int, default=1 << 20)
     parser.add_argument("--plain", action="store_true", help="keep the state in memory, with plain optax")
     parser.add_argument("--direct-io", choices=("required", "optional"), default="required")
     arguments = parser.parse_args(argv)
     make = {"adamw": optax.adamw, "fused": memascend_jax.adamw, "sgd": optax.sgd}[arguments.optimizer]
-    base = make(optax.warmup_cosine_decay_schedule(0.0, 3e-4, 5, arguments.steps))
+    base = make(optax.warmup_cosine_decay_schedule(0.0, arguments.learning_rate, 5, arguments.steps))
     if arguments.plain:
         facts = train(arguments, base)
     else:

@@ -53,7 +53,8 @@ class _HostSource:
 
 class _DeviceSource:
     def __init__(self, array: jax.Array) -> None:
-        self._array = array
+        # Committed to where it is: jit would bring an array that is not to the default device, whole.
+        self._array = jax.device_put(array, array.sharding)
 
     def piece(self, start: int, n_elements: int) -> NDArray[Any]:
         if n_elements == self._array.size:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from memascend_jax.dtypes import dtype_name
-from memascend_jax.errors import ConfigError, StoreError
+from memascend_jax.errors import ConfigError, MachineError, StoreError
 from memascend_jax.memory.arena import PinnedArena
 from memascend_jax.memory.pool import SizeClass, SlotPool
 from memascend_jax.optim.fused import FusedUpdate
@@ -116,7 +116,7 @@ class OffloadEngine:
             _log.warning("all %d parameters are frozen: updates change nothing", len(self.updates))
         self._arena, self.pool = _memory(arena, self.layout.classes, self.layout.slot_bytes)
         self._owns_arena = arena is None
-        self.cpu = jax.local_devices(backend="cpu")[0]
+        self.cpu = _cpu_device()
         self.compiled = CompiledUpdates()
         self.stream = StateStream(store, self.pool, self.layout.groups)
         self.expected = self._expected_leaves()
@@ -346,6 +346,17 @@ class OffloadEngine:
             f"is of version {self.version:,} (committed: {self.committed_version:,}): the arrays on SSD exist once. "
             "Use the state that the last update returned, or restore(params) and the parameters that go with it"
         )
+
+
+def _cpu_device() -> jax.Device:
+    """Raises ``MachineError`` where jax was told to leave the CPU out."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError as error:
+        raise MachineError(
+            f"an offloaded optimizer computes on jax's CPU backend, which is not there ({error}); name it beside the "
+            "other one: JAX_PLATFORMS=cuda,cpu"
+        ) from error
 
 
 def _grad_shape(shape: Shape, dtype: Any) -> Shape:

@@ -113,6 +113,7 @@ class CompiledUpdates:
 
     def __init__(self) -> None:
         self._functions: dict[Any, Callable[..., Any]] = {}
+        self._of_leaf: dict[tuple[int, bool, bool], Callable[..., Any]] = {}
 
     def function(
         self, update: LeafUpdate, grad_input: int, param_input: int, *, clips: bool, applies: bool
@@ -124,11 +125,14 @@ class CompiledUpdates:
             clips: ``clip`` is (norm, max_norm) and the gradient is scaled as ``optax.clip_by_global_norm`` does.
             applies: the result is the new parameter; else it is the update.
         """
-        roles = tuple((number == grad_input, number == param_input) for number in update.inputs)
-        key = (structure(update.program, update.inputs), roles, clips, applies)
-        if key not in self._functions:
-            self._functions[key] = _compiled(update, grad_input, clips=clips, applies=applies)
-        return self._functions[key]
+        of_leaf = update.leaf, clips, applies
+        if of_leaf not in self._of_leaf:
+            roles = tuple((number == grad_input, number == param_input) for number in update.inputs)
+            key = (structure(update.program, update.inputs), update.elementwise, roles, clips, applies)
+            if key not in self._functions:
+                self._functions[key] = _compiled(update, grad_input, clips=clips, applies=applies)
+            self._of_leaf[of_leaf] = self._functions[key]
+        return self._of_leaf[of_leaf]
 
 
 def _compiled(update: LeafUpdate, grad_input: int, *, clips: bool, applies: bool) -> Callable[..., Any]:

@@ -6,45 +6,18 @@ A step changes all or nothing: what fails half way is rolled back to the last co
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from memascend_jax.dtypes import to_dtype
 from memascend_jax.errors import ConfigError, NonfiniteError, StoreError
-from memascend_jax.memory.pool import Lease
-from memascend_jax.optim.fused import StepNumbers
-from memascend_jax.optim.offload_arrays import (
-    HostTarget,
-    Source,
-    copy_values,
-    source_of,
-    target_like,
-    zeros_like,
-)
 from memascend_jax.optim.offload_engine import OffloadEngine
-from memascend_jax.optim.offload_fused import takes_gradient, update_piece
 from memascend_jax.optim.offload_gradients import look_at
-from memascend_jax.optim.offload_handle import OffloadState, as_number
-from memascend_jax.optim.offload_layout import PARAMETER, Piece
-from memascend_jax.optim.offload_leaf import LeafUpdate, is_streamed
+from memascend_jax.optim.offload_handle import OffloadState
 from memascend_jax.optim.offload_leaves import NamedLeaves, check_same, named_leaves
-from memascend_jax.transfer.cpu import CpuTransfer
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What a step is given: leaves in the order of ``init``; ``params`` None: the transform does not need them."""
-
-    grads: Sequence[Any]
-    params: Sequence[Any] | None
-    extra: Mapping[str, Any]
-    applies: bool
+from memascend_jax.optim.offload_update import PieceUpdates, Request, zero_update
 
 
 def step(
@@ -69,7 +42,7 @@ def step(
     clip, nonfinite = _looked_at(engine, request)
     if nonfinite and engine.options.nonfinite == "skip":
         return answer.rebuild(_unchanged(engine, request)), engine.handle(numbers, version, skipped + 1)
-    update = _Update(engine, request, numbers, clip)
+    update = PieceUpdates(engine, request, numbers, clip)
     with jax.default_device(engine.cpu):
         update.prepare()
         try:
@@ -154,228 +127,4 @@ def _unchanged(engine: OffloadEngine, request: Request) -> list[Any]:
     if request.applies:
         assert request.params is not None
         return list(request.params)
-    return [_zero_update(engine, request, update) for update in engine.updates]
-
-
-def _zero_update(engine: OffloadEngine, request: Request, update: LeafUpdate) -> Any:
-    shape = engine.traced.leaf_shapes[update.leaf].shape
-    return zeros_like(_placed(request, update.leaf), shape, update.update_dtype)
-
-
-def _placed(request: Request, leaf: int) -> Any:
-    """The array beside which a result belongs."""
-    param = None if request.params is None else request.params[leaf]
-    return request.grads[leaf] if param is None or isinstance(param, str) else param
-
-
-def _is_finite(value: Any) -> bool:
-    if not jnp.issubdtype(value.dtype, jnp.floating):
-        return True
-    return bool(np.isfinite(np.asarray(value, np.float64)).all())
-
-
-class _Update:
-    """One step under way."""
-
-    def __init__(
-        self,
-        engine: OffloadEngine,
-        request: Request,
-        numbers: Mapping[int, np.ndarray],
-        clip: tuple[np.float32, np.float32] | None,
-    ) -> None:
-        self._engine, self._request, self._clip = engine, request, clip
-        self._numbers = numbers
-        self._new = dict(numbers)
-        self._transfer = CpuTransfer(engine.cpu)
-        self._fused: StepNumbers | None = None
-        self._targets: dict[int, Any] = {}
-        self._results: dict[int, Any] = {}
-        self._left = [0] * len(engine.updates)
-        for group in engine.layout.groups:
-            for piece in group.pieces:
-                self._left[piece.leaf] += 1
-        self._grad: tuple[int, Source | None] = (-1, None)
-        self._param: tuple[int, Source | None] = (-1, None)
-
-    def prepare(self) -> None:
-        """Computes the numbers that all leaves share; nothing is written yet."""
-        engine = self._engine
-        shared = engine.shared_states()
-        given: list[Any] = [None] * engine.traced.update.n_inputs
-        for state in shared:
-            given[engine.traced.state_input(state)] = self._numbers[state]
-        for index, name in enumerate(engine.traced.extra_names):
-            given[engine.traced.extra_input(index)] = self._request.extra[name]
-        values = engine.shared_update(given)
-        for state, value in zip(shared, values, strict=True):
-            self._new[state] = as_number(value, engine.traced.state_shapes[state].dtype)
-        bad = [engine.traced.state_paths[state] for state in shared if not _is_finite(self._new[state])]
-        if bad and engine.options.nonfinite != "keep":
-            raise NonfiniteError(
-                f"'{bad[0]}' of the optimizer state is inf or nan at update {engine.version + 1:,}, so a schedule or "
-                "hyperparameter is; nothing was changed"
-            )
-        self._fused = self._fused_numbers()
-
-    def piece(self, piece: Piece, lease: Lease | None) -> None:
-        """Updates one piece: its state in the slot, its part of the result."""
-        leaf = self._engine.fused.get(piece.leaf)
-        if leaf is not None and takes_gradient(self._request.grads[piece.leaf].dtype):
-            self._by_kernel(piece, lease)
-        else:
-            self._by_program(piece, lease)
-        self._left[piece.leaf] -= 1
-        if self._left[piece.leaf] == 0 and piece.leaf in self._targets:
-            self._results[piece.leaf] = self._targets.pop(piece.leaf).finish()
-
-    def finish(self) -> tuple[list[Any], dict[int, np.ndarray]]:
-        """Returns the results of all leaves and the handle's new numbers."""
-        results = []
-        for update in self._engine.updates:
-            leaf = update.leaf
-            if leaf in self._results:
-                results.append(self._results[leaf])
-            elif self._request.applies:
-                assert self._request.params is not None
-                results.append(self._request.params[leaf])
-            else:
-                results.append(_zero_update(self._engine, self._request, update))
-        return results, self._new
-
-    def _by_program(self, piece: Piece, lease: Lease | None) -> None:
-        engine, update = self._engine, self._engine.updates[piece.leaf]
-        traced = engine.traced
-        grad, param = traced.grad_input(piece.leaf), traced.param_input(piece.leaf)
-        function = engine.compiled.function(
-            update, grad, param, clips=self._clip is not None, applies=self._request.applies
-        )
-        values = [self._value(number, piece, lease) for number in update.inputs]
-        own = self._value(param, piece, lease) if self._request.applies else None
-        result, states = function(values, self._clip, own, piece.n_elements)
-        # Once the results are there all inputs have been read, and the slot may be written.
-        jax.block_until_ready((result, states))  # type: ignore[no-untyped-call]
-        self._check_first(result, piece)
-        for state, new in zip(update.returned, states, strict=True):
-            if engine.owners[state] is None:
-                continue
-            region = piece.region(state)
-            if region is None or lease is None:
-                self._new[state] = np.asarray(new)
-            else:
-                copy_values(new, lease.address + region.offset, new.nbytes)
-        self._put(piece, lease, result)
-
-    def _by_kernel(self, piece: Piece, lease: Lease | None) -> None:
-        assert self._fused is not None
-        grad = self._grad_source(piece.leaf).piece(piece.start, piece.n_elements)
-        region = piece.region(PARAMETER)
-        in_place = self._request.applies and region is not None
-        old = self._param_values(piece, lease)
-        if in_place:
-            new = old
-        else:
-            target = self._target(piece.leaf)
-            direct = isinstance(target, HostTarget)
-            new = (
-                target.piece(piece.start, piece.n_elements)
-                if direct
-                else np.empty(piece.n_elements, np.float32)
-            )
-            new[:] = old
-        update_piece(self._engine.fused[piece.leaf], self._fused, piece, lease, grad, new)
-        if not self._request.applies:
-            np.subtract(new, old, out=new)
-        self._check_first(new, piece)
-        if not in_place and not direct:
-            target.fill(piece.start, new)
-
-    def _value(self, number: int, piece: Piece, lease: Lease | None) -> Any:
-        """Returns an input of the piece's program; the state's arrays alias the slot."""
-        engine, traced, leaf = self._engine, self._engine.traced, piece.leaf
-        if number == traced.grad_input(leaf):
-            source = self._grad_source(leaf)
-            return source.whole() if piece.whole else source.piece(piece.start, piece.n_elements)
-        if number == traced.param_input(leaf):
-            region = piece.region(PARAMETER)
-            shape = traced.leaf_shapes[leaf].shape if piece.whole else (piece.n_elements,)
-            if region is not None and lease is not None:
-                return self._transfer.to_device(lease, region.dtype, shape, region.offset)
-            source = self._param_source(leaf)
-            return source.whole() if piece.whole else source.piece(piece.start, piece.n_elements)
-        state = number - traced.n_leaves
-        if 0 <= state < len(traced.state_paths):
-            if engine.owners[state] is None or not is_streamed(traced, state):
-                return self._numbers[state]
-            region = piece.region(state)
-            assert region is not None and lease is not None
-            shape = traced.state_shapes[state].shape if piece.whole else (piece.n_elements,)
-            return self._transfer.to_device(lease, region.dtype, shape, region.offset)
-        return self._request.extra[traced.extra_names[number - traced.extra_input(0)]]
-
-    def _param_values(self, piece: Piece, lease: Lease | None) -> Any:
-        region = piece.region(PARAMETER)
-        if region is not None and lease is not None:
-            return lease.view(to_dtype(region.dtype), (piece.n_elements,), region.offset)
-        return self._param_source(piece.leaf).piece(piece.start, piece.n_elements)
-
-    def _put(self, piece: Piece, lease: Lease | None, result: Any) -> None:
-        region = piece.region(PARAMETER)
-        if self._request.applies and region is not None and lease is not None:
-            copy_values(result, lease.address + region.offset, result.nbytes)
-        else:
-            self._target(piece.leaf).fill(piece.start, result)
-
-    def _target(self, leaf: int) -> Any:
-        if leaf not in self._targets:
-            shape = self._engine.traced.leaf_shapes[leaf]
-            dtype = shape.dtype if self._request.applies else self._engine.updates[leaf].update_dtype
-            self._targets[leaf] = target_like(_placed(self._request, leaf), shape.shape, dtype)
-        return self._targets[leaf]
-
-    def _grad_source(self, leaf: int) -> Source:
-        known, source = self._grad
-        if known != leaf or source is None:
-            source = source_of(self._request.grads[leaf])
-            self._grad = leaf, source
-        return source
-
-    def _param_source(self, leaf: int) -> Source:
-        known, source = self._param
-        if known != leaf or source is None:
-            assert self._request.params is not None
-            source = source_of(self._request.params[leaf])
-            self._param = leaf, source
-        return source
-
-    def _check_first(self, values: Any, piece: Piece) -> None:
-        """A number that is nan makes every element nan, the first one too; gradients were looked at before."""
-        if self._engine.options.nonfinite == "keep" or piece.n_elements == 0:
-            return
-        first = float(np.asarray(values).reshape(-1)[0])
-        if math.isfinite(first):
-            return
-        raise NonfiniteError(
-            f"the update of '{self._engine.names[piece.leaf]}' is {first} at update {self._engine.version + 1:,} "
-            "though its gradient is finite: look at the learning rate's schedule and the other hyperparameters, and at "
-            "the parameter itself. The step was undone"
-        )
-
-    def _fused_numbers(self) -> StepNumbers | None:
-        """Returns the kernels' numbers for this step: its count is the one that the state has."""
-        engine = self._engine
-        if not engine.fused:
-            return None
-        counts = [
-            int(self._numbers[state])
-            for state in engine.number_states()
-            if engine.traced.state_paths[state].rpartition("/")[2] == "count"
-        ]
-        scale = 1.0
-        if self._clip is not None and self._clip[0] >= self._clip[1]:
-            scale = float(self._clip[1] / self._clip[0])
-        fused = next(iter(engine.fused.values())).update
-        try:
-            return fused.numbers((counts[0] if counts else engine.version) + 1, scale)
-        except ValueError as error:
-            raise NonfiniteError(f"{error}; nothing was changed") from error
+    return [zero_update(engine, request, update) for update in engine.updates]

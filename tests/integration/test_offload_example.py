@@ -29,7 +29,7 @@ def example() -> ModuleType:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "fused"])
 def test_the_example_follows_plain_optax(example: ModuleType, optimizer: str, tmp_path: Path) -> None:
-    small = ["--width", "64", "--blocks", "2", "--steps", "12", "--direct-io", "optional"]
+    small = ["--width", "64", "--blocks", "2", "--steps", "12", "--learning-rate", "1e-3"]
     small += [
         "--optimizer",
         optimizer,

@@ -20,7 +20,7 @@ import memascend_jax
 from memascend_jax import PinnedArena, TensorStore
 from memascend_jax.errors import ConfigError, NonfiniteError, RunError, StoreError
 from memascend_jax.optim.offload import CouplingError, offload
-from memascend_jax.optim.offload_step import _Update
+from memascend_jax.optim.offload_update import PieceUpdates
 
 BASE = optax.adamw(1e-2)
 
@@ -43,7 +43,7 @@ class TestAtomic:
             tx = offload(module.adamw(1e-2), store=store, tile_elements=TILE)
             params, state = tx.apply(make_grads(params, 0), tx.init(params), params)
             before = _kept(store)
-            whole, calls = _Update.piece, []
+            whole, calls = PieceUpdates.piece, []
 
             def fail_later(self: Any, piece: Any, lease: Any) -> None:
                 calls.append(piece)
@@ -51,7 +51,7 @@ class TestAtomic:
                     raise KeyboardInterrupt
                 whole(self, piece, lease)
 
-            monkeypatch.setattr(_Update, "piece", fail_later)
+            monkeypatch.setattr(PieceUpdates, "piece", fail_later)
             with pytest.raises(KeyboardInterrupt):
                 tx.apply(make_grads(params, 1), state, params)
             monkeypatch.undo()
@@ -170,7 +170,7 @@ class TestAtomic:
         with make_store(tmp_path, durability="checkpoint") as store:
             tx = offload(BASE, store=store, tile_elements=TILE)
             state = tx.init(params)
-            whole, calls = _Update.piece, []
+            whole, calls = PieceUpdates.piece, []
 
             def fail_later(self: Any, piece: Any, lease: Any) -> None:
                 calls.append(piece)
@@ -178,7 +178,7 @@ class TestAtomic:
                     raise ZeroDivisionError
                 whole(self, piece, lease)
 
-            monkeypatch.setattr(_Update, "piece", fail_later)
+            monkeypatch.setattr(PieceUpdates, "piece", fail_later)
             with pytest.raises(ZeroDivisionError) as caught:
                 tx.apply(make_grads(params, 0), state, params)
             monkeypatch.undo()
