@@ -19,7 +19,7 @@ from pathlib import Path
 from memascend_jax.errors import MachineError
 
 #: The version of the bindings that this Python code was written for (native/include/memascend/version.hpp).
-SOURCE_VERSION = 6
+SOURCE_VERSION = 7
 
 _ARCHITECTURES = ("x86_64", "aarch64")
 _REMEDY = "run `pip install .` in the source tree, with the Python that you use now"

@@ -111,6 +111,17 @@ void bind_kernels(py::module_& module) {
       "norm_squared", &norm_of, py::arg("address"), py::arg("n"), py::arg("dtype"),
       "(sum of squares in double precision, whether any element is inf or nan), in one pass.");
 
+  module.def(
+      "read_words",
+      [](std::uintptr_t address, std::uint64_t nbytes) {
+        if (nbytes == 0) return std::uint64_t{0};
+        const auto* data = pointer<std::uint64_t>(address, "the data");
+        const py::gil_scoped_release without_gil;
+        return read_words(data, nbytes);
+      },
+      py::arg("address"), py::arg("nbytes"),
+      "The exclusive or of all 8-byte words: what reading alone takes, to measure others against.");
+
   const auto round_to_half = [](auto convert) {
     return [convert](std::uintptr_t dst, std::uintptr_t src, std::uint64_t n) {
       if (n == 0) return;

@@ -134,12 +134,12 @@ void bind_optimizer(py::module_& module) {
                           first_element, random_key, row_starts, row_blocks,
                           {lr, b1, b2, eps, 0.0, weight_decay, bias1, 1.0, bias2, grad_scale});
       },
-      py::kw_only(), py::arg("state_format"), py::arg("param"), py::arg("residual") = 0, py::arg("mu"),
-      py::arg("nu"), py::arg("scales") = 0, py::arg("grad"), py::arg("n"), py::arg("grad_dtype"),
-      py::arg("first_element"), py::arg("random_key"), py::arg("row_starts") = py::none(),
-      py::arg("row_blocks") = 0, py::arg("lr"), py::arg("b1"), py::arg("b2"), py::arg("eps"),
-      py::arg("weight_decay"), py::arg("bias1"), py::arg("bias2"), py::arg("grad_scale") = 1.0,
-      docs::kCompactUpdateDoc);
+      py::kw_only(), py::arg("state_format"), py::arg("param"), py::arg("residual") = 0,
+      py::arg("mu"), py::arg("nu"), py::arg("scales") = 0, py::arg("grad"), py::arg("n"),
+      py::arg("grad_dtype"), py::arg("first_element"), py::arg("random_key"),
+      py::arg("row_starts") = py::none(), py::arg("row_blocks") = 0, py::arg("lr"), py::arg("b1"),
+      py::arg("b2"), py::arg("eps"), py::arg("weight_decay"), py::arg("bias1"), py::arg("bias2"),
+      py::arg("grad_scale") = 1.0, docs::kCompactUpdateDoc);
   module.def(
       "to_bf16_stochastic",
       [](std::uintptr_t dst, std::uintptr_t src, std::uint64_t n, std::uint64_t first_element,

@@ -228,6 +228,9 @@ With g = grad * grad_scale and the direction u, param -= lr * (u + weight_decay 
     nesterov       mu = g + b1 * mu;  u = g + b1 * mu
     sgd            u = g
 
+"roof" is no optimizer: it adds the gradient to param, mu and nu, with the loads and stores of adam,
+to measure against.
+
 Args:
     kernel: one of these names.
     param, mu, nu: addresses of float32 arrays, updated in place; 0 for moments a kernel has not.

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // How a compact state keeps the master of one element: in the bfloat16 parameter and a residual.
 //
+// A NaN must be a plain one (see with_plain_nan), which keeps its sign through all roundings.
+//
 // Nearest rounding with ties away from zero makes the residual alone tell whether the parameter was
 // rounded up, so that the master is rebuilt exactly.
 #pragma once
@@ -19,8 +21,9 @@ struct SplitMaster {
   }
   static MEMASCEND_INLINE void store(float value, std::uint16_t& param,
                                      std::uint16_t& residual) noexcept {
-    param = Bfloat16::store(value);
-    residual = static_cast<std::uint16_t>(bits_of(value));
+    const std::uint32_t bits = bits_of(value);
+    param = static_cast<std::uint16_t>((bits + 0x8000U) >> 16);
+    residual = static_cast<std::uint16_t>(bits);
   }
 };
 
@@ -41,9 +44,7 @@ struct ByteMaster {
   }
   static MEMASCEND_INLINE void store(float value, std::uint32_t random8, std::uint16_t& param,
                                      std::uint8_t& residual) noexcept {
-    const std::uint32_t bits = bits_of(value);
-    // The payload of a NaN, which could carry into its sign, is not kept.
-    const std::uint32_t kept = is_finite(value) ? bits + random8 : bits & 0xFFFF0000U;
+    const std::uint32_t kept = bits_of(value) + random8;
     param = static_cast<std::uint16_t>((kept + 0x8000U) >> 16);
     residual = static_cast<std::uint8_t>(kept >> 8);
   }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a compact state keeps moments: as floats, or as bytes relative to the largest of a block.
+// How a compact state keeps moments: as floats, or as bytes relative to what no moment of a block
+// exceeds.
 //
 //   mu = +-scale * (x - 2^-15) with x in [2^-15, 2), of which 4 bits are exponent and 3 fraction
 //   nu =   scale * (x - 2^-31) with x in [2^-31, 2), of which 5 bits are exponent and 3 fraction
@@ -33,10 +34,9 @@ struct Bfloat16Moment {
   }
 };
 
-// The largest magnitude of a block, given its bits; NaN if anything in it is not finite, so that a
-// fault is not lost in a code.
-MEMASCEND_INLINE float block_scale(std::uint32_t largest_bits) noexcept {
-  return float_of(largest_bits >= 0x7F800000U ? 0x7FC00000U : largest_bits);
+// scale, or NaN if it is not finite, so that a fault is not lost in a code.
+MEMASCEND_INLINE float block_scale(float scale) noexcept {
+  return scale < float_of(0x7F800000U) ? scale : float_of(0x7FC00000U);
 }
 
 MEMASCEND_INLINE float inverse_scale(float scale) noexcept {
@@ -51,9 +51,9 @@ struct ByteFloat {
   static MEMASCEND_INLINE float decode(std::uint32_t code) noexcept {
     return float_of((code + kBase) << 20) - lowest();
   }
-  // share is in [0, 1], or NaN with a scale that says so.
-  static MEMASCEND_INLINE std::uint32_t encode(float share, std::uint32_t random16) noexcept {
-    return ((bits_of(share + lowest()) + ((random16 << 4) | 8U)) >> 20) - kBase;
+  // The code, kBase above it. share is in [0, 1], or NaN with a scale that says so.
+  static MEMASCEND_INLINE std::uint32_t encode(float share, std::uint32_t random20) noexcept {
+    return (bits_of(share + lowest()) + random20) >> 20;
   }
 };
 using MuByte = ByteFloat<-15>;
@@ -62,14 +62,16 @@ using NuByte = ByteFloat<-31>;
 MEMASCEND_INLINE float decode_mu(std::uint8_t code, float scale) noexcept {
   const std::uint32_t byte = code;
   const float magnitude = scale * MuByte::decode(byte & 0x7FU);
-  return float_of(bits_of(magnitude) | ((byte & 0x80U) << 24));
+  return float_of(bits_of(magnitude) | ((byte << 24) & 0x80000000U));
 }
 
 MEMASCEND_INLINE std::uint8_t encode_mu(float value, float inverse,
-                                        std::uint32_t random16) noexcept {
+                                        std::uint32_t random20) noexcept {
+  static_assert((MuByte::kBase & 0x7FU) == 0);
   const std::uint32_t bits = bits_of(value);
   const float share = float_of(bits & 0x7FFFFFFFU) * inverse;
-  return static_cast<std::uint8_t>(MuByte::encode(share, random16) | ((bits >> 31) << 7));
+  return static_cast<std::uint8_t>((MuByte::encode(share, random20) & 0x7FU) |
+                                   ((bits >> 24) & 0x80U));
 }
 
 MEMASCEND_INLINE float decode_nu(std::uint8_t code, float scale) noexcept {
@@ -77,8 +79,8 @@ MEMASCEND_INLINE float decode_nu(std::uint8_t code, float scale) noexcept {
 }
 
 MEMASCEND_INLINE std::uint8_t encode_nu(float value, float inverse,
-                                        std::uint32_t random16) noexcept {
-  const std::uint32_t code = NuByte::encode(value * inverse, random16);
+                                        std::uint32_t random20) noexcept {
+  const std::uint32_t code = NuByte::encode(value * inverse, random20) - NuByte::kBase;
   return static_cast<std::uint8_t>(code == 0 && value > 0.0F ? 1U : code);
 }
 

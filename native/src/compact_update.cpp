@@ -33,6 +33,14 @@ struct Args {
   RuleConstants constants;
 };
 
+// A NaN of bfloat16 is plain as it is: its payload does not reach the lower half.
+template <typename Grad>
+MEMASCEND_INLINE float load_grad(typename Grad::Storage stored) noexcept {
+  const float grad = Grad::load(stored);
+  if constexpr (std::is_same_v<Grad, Bfloat16>) return grad;
+  return with_plain_nan(grad);
+}
+
 template <typename Master, typename Moment, typename Grad>
 struct FloatLoop {
   using Residual = std::conditional_t<std::is_void_v<typename Master::Residual>, std::uint16_t,
@@ -66,23 +74,41 @@ struct FloatLoop {
         w = Master::load(param[i], residual[i]);
       else
         w = Master::load(param[i]);
-      const float p = AdamRule<false>::apply(c, Grad::load(grad[i]), w, m, v);
+      const float p = AdamRule<false>::apply(c, load_grad<Grad>(grad[i]), w, m, v);
       std::uint32_t drawn = 0;
-      // A NaN anywhere makes the new parameter one.
-      if constexpr (kDraws) drawn = is_finite(p) ? random_bits(key, element + i) : 0U;
+      if constexpr (kDraws) drawn = random_bits(key, element + i);
       if constexpr (kHasResidual)
         Master::store(p, param[i], residual[i]);
       else
-        param[i] = Master::store(p, bits_for_param(drawn));
-      mu[i] = Moment::store(m, bits_for_mu(drawn));
-      nu[i] = Moment::store(v, bits_for_nu(drawn));
+        param[i] = Master::store(p, drawn & 0xFFFFU);
+      mu[i] = Moment::store(m, drawn >> 16);
+      nu[i] = Moment::store(v, random_again(drawn) >> 16);
     }
   }
 };
 
-// Block by block, since the scale is known only when the whole block is updated; a block's new
-// moments wait in the first-level cache. Short loops over few arrays of one width each vectorise
-// better than one over all.
+// The largest magnitude of n gradients; not finite if any of them is not.
+template <typename Grad>
+MEMASCEND_INLINE float largest_of(const typename Grad::Storage* __restrict grad,
+                                  std::uint32_t n) noexcept {
+  if constexpr (std::is_same_v<Grad, Float32>) {
+    std::uint32_t largest = 0;
+    for (std::uint32_t i = 0; i < n; ++i)
+      largest = std::max(largest, bits_of(grad[i]) & 0x7FFFFFFFU);
+    return float_of(largest);
+  } else {
+    std::uint16_t largest = 0;
+    for (std::uint32_t i = 0; i < n; ++i) {
+      const auto magnitude = static_cast<std::uint16_t>(grad[i] & 0x7FFFU);
+      largest = std::max(largest, magnitude);
+    }
+    return Grad::load(largest);
+  }
+}
+
+// Block by block. The new scales are what the moments cannot exceed, given the old ones and the
+// largest gradient: they are known before the moments, which are then written at once. As the
+// steps of the codes are relative, nothing is lost by a scale that is larger than need be.
 template <typename Grad>
 struct ByteLoop {
   static MEMASCEND_INLINE void run(const Args& args) noexcept {
@@ -112,37 +138,28 @@ struct ByteLoop {
   static MEMASCEND_INLINE void block(std::uint16_t* __restrict param,
                                      std::uint8_t* __restrict residual, std::uint8_t* __restrict mu,
                                      std::uint8_t* __restrict nu, float* __restrict scales,
-                                     const typename Grad::Storage* __restrict grad, std::uint64_t n,
+                                     const typename Grad::Storage* __restrict grad, std::uint32_t n,
                                      std::uint32_t element, const RandomKey& random_key,
                                      const RuleConstants& constants) noexcept {
     const RuleConstants c = constants;
     const RandomKey key = random_key;
-    alignas(64) float mus[kBlockElements];
-    alignas(64) float nus[kBlockElements];
-    alignas(64) std::uint32_t bits[kBlockElements];
     const float old_mu = scales[0];
     const float old_nu = scales[1];
-    std::uint32_t largest_mu = 0, largest_nu = 0;
-    for (std::uint32_t i = 0; i < n; ++i) {
-      float m = decode_mu(mu[i], old_mu);
-      float v = decode_nu(nu[i], old_nu);
-      const float p = AdamRule<false>::apply(c, Grad::load(grad[i]),
-                                             ByteMaster::load(param[i], residual[i]), m, v);
-      const std::uint32_t drawn = random_bits(key, element + i);
-      ByteMaster::store(p, bits_for_param(drawn) & 0xFFU, param[i], residual[i]);
-      bits[i] = drawn;
-      mus[i] = m;
-      nus[i] = v;
-      largest_mu = std::max(largest_mu, bits_of(m) & 0x7FFFFFFFU);
-      largest_nu = std::max(largest_nu, bits_of(v));
-    }
-    scales[0] = block_scale(largest_mu);
-    scales[1] = block_scale(largest_nu);
+    const float largest = largest_of<Grad>(grad, n) * c.grad_scale;
+    scales[0] = block_scale(c.b1 * old_mu + c.one_minus_b1 * largest);
+    scales[1] = block_scale(c.b2 * old_nu + c.one_minus_b2 * (largest * largest));
     const float inverse_mu = inverse_scale(scales[0]);
     const float inverse_nu = inverse_scale(scales[1]);
     for (std::uint32_t i = 0; i < n; ++i) {
-      mu[i] = encode_mu(mus[i], inverse_mu, bits_for_mu(bits[i]));
-      nu[i] = encode_nu(nus[i], inverse_nu, bits_for_nu(bits[i]));
+      float m = decode_mu(mu[i], old_mu);
+      float v = decode_nu(nu[i], old_nu);
+      const float p = AdamRule<false>::apply(c, load_grad<Grad>(grad[i]),
+                                             ByteMaster::load(param[i], residual[i]), m, v);
+      // Of what is drawn the master takes the lowest 8 bits and mu the highest 20.
+      const std::uint32_t drawn = random_bits(key, element + i);
+      ByteMaster::store(p, drawn & 0xFFU, param[i], residual[i]);
+      mu[i] = encode_mu(m, inverse_mu, drawn >> 12);
+      nu[i] = encode_nu(v, inverse_nu, random_again(drawn) >> 12);
     }
   }
 };
@@ -224,9 +241,8 @@ struct RoundLoop {
     const RandomKey key = args.key;
     const auto count = static_cast<std::uint32_t>(args.n);
     for (std::uint32_t i = 0; i < count; ++i)
-      dst[i] = is_finite(src[i])
-                   ? bfloat16_stochastic(src[i], bits_for_param(random_bits(key, args.element + i)))
-                   : Bfloat16::store(src[i]);
+      dst[i] =
+          bfloat16_stochastic(with_plain_nan(src[i]), random_bits(key, args.element + i) & 0xFFFFU);
   }
 };
 

@@ -110,6 +110,7 @@ UpdateRule update_rule_named(const std::string& name) {
   if (name == "sgd") return UpdateRule::kSgd;
   if (name == "momentum") return UpdateRule::kMomentum;
   if (name == "nesterov") return UpdateRule::kNesterov;
+  if (name == "roof") return UpdateRule::kRoof;
   throw std::invalid_argument("unknown kernel '" + name +
                               "'; known are adam, adam_nesterov, lion, sgd, momentum, nesterov");
 }
@@ -118,6 +119,7 @@ int moments_of(UpdateRule rule) noexcept {
   switch (rule) {
     case UpdateRule::kAdam:
     case UpdateRule::kAdamNesterov:
+    case UpdateRule::kRoof:
       return 2;
     case UpdateRule::kSgd:
       return 0;
@@ -141,6 +143,8 @@ void fused_update(UpdateRule rule, const FusedTile& tile, const UpdateNumbers& n
       return choose_grad<MomentumRule<false>>(tile, constants);
     case UpdateRule::kNesterov:
       return choose_grad<MomentumRule<true>>(tile, constants);
+    case UpdateRule::kRoof:
+      return choose_grad<RoofRule>(tile, constants);
   }
 }
 

@@ -31,22 +31,14 @@ MEMASCEND_INLINE RandomKey random_key_of(std::uint64_t key, std::uint64_t first_
 
 // 32 random bits for the element with this lower half of its position.
 MEMASCEND_INLINE std::uint32_t random_bits(RandomKey key, std::uint32_t element) noexcept {
-  std::uint32_t x = element ^ key.first;
-  x = (x ^ (x >> 16)) * 0x7FEB352DU;
-  x = (x ^ (x >> 15) ^ key.second) * 0x846CA68BU;
+  std::uint32_t x = (element ^ key.first) * 0x7FEB352DU;
+  x = (x ^ (x >> 16) ^ key.second) * 0x846CA68BU;
   return x ^ (x >> 16);
 }
 
-// 16 bits each for the three things that are rounded for an element, which in bits that are drawn
-// for it. The last are made of all 32: with either half fixed they still take every value.
-MEMASCEND_INLINE std::uint32_t bits_for_param(std::uint32_t random) noexcept {
-  return random & 0xFFFFU;
-}
-MEMASCEND_INLINE std::uint32_t bits_for_mu(std::uint32_t random) noexcept {
-  return random >> 16;
-}
-MEMASCEND_INLINE std::uint32_t bits_for_nu(std::uint32_t random) noexcept {
-  return (random * 0x9E3779B1U) >> 16;
+// More bits of the same 32: with any half of those fixed, their upper half takes every value.
+MEMASCEND_INLINE std::uint32_t random_again(std::uint32_t random) noexcept {
+  return random * 0x9E3779B1U;
 }
 
 // How many of n elements from `first` on share the upper half of their position with it.
@@ -55,13 +47,13 @@ MEMASCEND_INLINE std::uint64_t until_next_key(std::uint64_t first, std::uint64_t
   return n < left ? n : left;
 }
 
-MEMASCEND_INLINE bool is_finite(float value) noexcept {
-  return (bits_of(value) & 0x7FFFFFFFU) < 0x7F800000U;
+// value, or the NaN that no rounding below can carry out of: its lower half is zero.
+MEMASCEND_INLINE float with_plain_nan(float value) noexcept {
+  return value == value ? value : float_of(0x7FC00000U);
 }
 
 // The upper half of value, one more in magnitude if its lower half and 16 random bits carry. inf
-// and NaN stay what they are with random bits of zero, as long as a NaN is quiet: what arithmetic
-// makes.
+// and a plain NaN stay what they are.
 MEMASCEND_INLINE std::uint16_t bfloat16_stochastic(float value, std::uint32_t random16) noexcept {
   return static_cast<std::uint16_t>((bits_of(value) + random16) >> 16);
 }

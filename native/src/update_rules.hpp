@@ -82,4 +82,15 @@ struct MomentumRule {
   }
 };
 
+// See UpdateRule::kRoof.
+struct RoofRule {
+  static constexpr int kMoments = 2;
+  static MEMASCEND_INLINE float apply(const RuleConstants&, float grad, float p, float& mu,
+                                      float& nu) noexcept {
+    mu += grad;
+    nu += grad;
+    return p + grad;
+  }
+};
+
 }  // namespace memascend

@@ -22,8 +22,12 @@ struct SquareSum {
 };
 
 // One pass, no temporaries. A finite float32's square cannot overflow a double, so the sum tells
-// whether an element was not finite and no second look is needed.
+// whether an element was not finite and no second look is needed. Squares of halves are added in
+// float32 four at a time: off by a ten-millionth at most.
 SquareSum norm_squared(const void* data, FloatType type, std::uint64_t n);
+
+// The exclusive or of all whole 8-byte words: what reading alone takes, to measure others against.
+std::uint64_t read_words(const void* data, std::uint64_t nbytes);
 
 // dst[i] = src[i] rounded to bfloat16, nearest with ties away from zero: then the low 16 bits of
 // the float32 alone tell whether the high half was rounded up. NaN stays NaN, large becomes inf.

@@ -10,10 +10,12 @@
 
 namespace memascend {
 
-enum class UpdateRule { kAdam, kAdamNesterov, kLion, kSgd, kMomentum, kNesterov };
+// kRoof is no optimizer: it adds the gradient to param, mu and nu, with the loads and stores of
+// kAdam, so that a measurement can tell what memory allows.
+enum class UpdateRule { kAdam, kAdamNesterov, kLion, kSgd, kMomentum, kNesterov, kRoof };
 
-// "adam", "adam_nesterov", "lion", "sgd", "momentum", "nesterov"; throws std::invalid_argument
-// otherwise.
+// "adam", "adam_nesterov", "lion", "sgd", "momentum", "nesterov", "roof"; throws
+// std::invalid_argument otherwise.
 UpdateRule update_rule_named(const std::string& name);
 
 // How many moments of the tile a rule uses: mu, then nu.
