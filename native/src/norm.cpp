@@ -116,7 +116,8 @@ struct Float16Squares {
       }
       const __m512 sum = _mm512_add_ps(_mm512_add_ps(squares[0], squares[1]),
                                        _mm512_add_ps(squares[2], squares[3]));
-      low = _mm512_add_pd(low, _mm512_maskz_cvtps_pd(0xFF, _mm512_castps512_ps256(sum)));
+      low = _mm512_add_pd(low,
+                          _mm512_maskz_cvtps_pd(0xFF, _mm512_maskz_extractf32x8_ps(0xFF, sum, 0)));
       high = _mm512_add_pd(high,
                            _mm512_maskz_cvtps_pd(0xFF, _mm512_maskz_extractf32x8_ps(0xFF, sum, 1)));
     }
