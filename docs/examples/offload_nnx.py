@@ -115,7 +115,11 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--direct-io", choices=("required", "optional"), default="required")
     arguments = parser.parse_args(argv)
     make = {"adamw": optax.adamw, "fused": memascend_jax.adamw, "sgd": optax.sgd}[arguments.optimizer]
-    base = make(optax.warmup_cosine_decay_schedule(0.0, arguments.learning_rate, 5, arguments.steps))
+    base = make(
+        optax.warmup_cosine_decay_schedule(
+            0.0, arguments.learning_rate, arguments.steps // 4, arguments.steps
+        )
+    )
     if arguments.plain:
         facts = train(arguments, base)
     else:

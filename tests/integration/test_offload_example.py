@@ -29,7 +29,18 @@ def example() -> ModuleType:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "fused"])
 def test_the_example_follows_plain_optax(example: ModuleType, optimizer: str, tmp_path: Path) -> None:
-    small = ["--width", "64", "--blocks", "2", "--steps", "12", "--learning-rate", "1e-3"]
+    small = [
+        "--width",
+        "64",
+        "--blocks",
+        "2",
+        "--steps",
+        "12",
+        "--learning-rate",
+        "1e-3",
+        "--direct-io",
+        "optional",
+    ]
     small += [
         "--optimizer",
         optimizer,
