@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -59,6 +60,12 @@ def take_sample() -> MemorySample:
         peak_rss_bytes=status["VmHWM"],
         cgroup_usage_bytes=read_number(usage) if usage else None,
     )
+
+
+def resident_bytes() -> int:
+    """Returns the resident memory of this process now, and nothing else: a few microseconds."""
+    with open("/proc/self/statm", "rb", buffering=0) as statm:
+        return int(statm.read(128).split()[1]) * mmap.PAGESIZE
 
 
 def peak_rss_bytes() -> int:

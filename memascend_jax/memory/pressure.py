@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run does when somebody else takes the memory that it was promised: it says so with numbers, and waits.
+"""What a run does when memory gets short: it gives back what it does not use, and waits when others took the rest.
 
 A run was planned into the memory that was free at its start. What it has by then is its own; what it still needs may
 be gone later. Taking it all the same ends in the kernel killing a process, most likely this one, the largest.
@@ -14,9 +14,11 @@ from pathlib import Path
 
 from memascend_jax.memory.allocator import trim_heap
 from memascend_jax.memory.cgroup import pressure_file
-from memascend_jax.memory.meter import MemoryRoom, memory_room, take_sample
-from memascend_jax.units import format_bytes, format_duration
+from memascend_jax.memory.meter import MemoryRoom, memory_room, resident_bytes
+from memascend_jax.units import MIB, format_bytes, format_duration
 
+#: As near as this to what was planned, freed memory is given back; and again when as much has come on top.
+_NEAR_PLAN_BYTES = 32 * MIB
 #: The kernel is asked no more often than this; it costs about 0.1 ms.
 _LOOK_EVERY_S = 0.25
 #: Nobody may come to give memory back: after this the run goes on, and takes its chance.
@@ -65,7 +67,7 @@ class MemoryWatch:
         say: Callable[[str], None],
         *,
         root: Path = Path("/"),
-        resident_bytes: Callable[[], int] = lambda: take_sample().rss_bytes,
+        resident_bytes: Callable[[], int] = resident_bytes,
         look_every_s: float = _LOOK_EVERY_S,
         longest_wait_s: float = _LONGEST_WAIT_S,
     ) -> None:
@@ -76,8 +78,21 @@ class MemoryWatch:
         self._look_every_s = look_every_s
         self._longest_wait_s = longest_wait_s
         self._looked_s = self._said_s = float("-inf")
+        self._trim_at_bytes = planned_bytes - _NEAR_PLAN_BYTES
         #: Waiting did not help: until memory is back, the run is not held up any more.
         self._resigned = False
+
+    def keep_to_plan(self) -> None:
+        """Gives freed memory that the C library keeps back when the process comes near what was planned. Cheap.
+
+        How much the library keeps depends on the order in which blocks of many sizes come and go; the plan has a
+        share for it, and this keeps it to that.
+        """
+        if self._resident_bytes() < self._trim_at_bytes:
+            return
+        trim_heap()
+        near = self._planned_bytes - _NEAR_PLAN_BYTES
+        self._trim_at_bytes = max(near, self._resident_bytes() + _NEAR_PLAN_BYTES)
 
     def is_short(self) -> bool:
         """Returns whether ``wait`` has something to wait for. Cheap: the kernel is asked now and then only."""

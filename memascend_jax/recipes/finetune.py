@@ -234,6 +234,7 @@ def _hold_up_stages(session: Session, watch: MemoryWatch, stop: StopRequest) -> 
     """Holds up the computation while somebody else has the memory that the plan still needs."""
 
     def before_stage() -> None:
+        watch.keep_to_plan()
         if watch.is_short():
             with session.clock.span("memory_wait"):
                 watch.wait(lambda: stop.requested)

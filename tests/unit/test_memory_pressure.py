@@ -11,6 +11,7 @@ import pytest
 
 from memascend_jax.config import load_config
 from memascend_jax.errors import BudgetError
+from memascend_jax.memory import pressure
 from memascend_jax.memory.meter import MemoryRoom, memory_room
 from memascend_jax.memory.pressure import MemoryWatch, stalled_percent
 from memascend_jax.observe.oom import oom_count, oom_kills_since
@@ -118,6 +119,28 @@ def test_a_run_goes_on_when_memory_does_not_come_back_and_is_held_up_once(machin
     assert not watched.is_short()
     machine.available(1 * GIB)
     assert watched.is_short()
+
+
+def test_near_the_plan_freed_memory_is_given_back_but_not_over_and_over(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(machine)
+    trimmed: list[int] = []
+
+    def trim() -> None:
+        trimmed.append(watched.resident)
+        watched.resident -= 4 * MIB
+
+    monkeypatch.setattr(pressure, "trim_heap", trim)
+    watched.watch.keep_to_plan()
+    assert trimmed == []
+    watched.resident = 3 * GIB - 10 * MIB
+    watched.watch.keep_to_plan()
+    watched.watch.keep_to_plan()
+    assert len(trimmed) == 1
+    watched.resident += 40 * MIB
+    watched.watch.keep_to_plan()
+    assert len(trimmed) == 2
 
 
 def test_a_stop_ends_the_wait(machine: Machine) -> None:
