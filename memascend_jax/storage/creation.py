@@ -44,6 +44,11 @@ class CreationPlan:
             raise StoreError(f"weights must be whole numbers or 'measure', got {self.weights!r}")
         self._geometry([device.block_device_bytes(path) for path in paths], self._given_weights(len(paths)))
 
+    @property
+    def fills_devices(self) -> bool:
+        """Whether neither capacity nor contents say how large the store is: it takes all of its devices."""
+        return self.capacity is None and not self.layouts and self.scratch_bytes == 0
+
     def geometry(self, members: Sequence[Member], make_engine: EngineFactory) -> Geometry:
         """Returns the geometry on ``members``, whose speeds are measured when that was asked for."""
         weights: Sequence[int] = self._given_weights(len(members))
@@ -68,8 +73,7 @@ class CreationPlan:
     def _geometry(self, device_bytes: Sequence[int | None], weights: Sequence[int]) -> Geometry:
         """Returns the geometry; without capacity or contents the store fills its devices."""
         whole = [nbytes for nbytes in device_bytes if nbytes is not None]
-        nothing_asked = self.capacity is None and not self.layouts and self.scratch_bytes == 0
-        if nothing_asked and len(whole) == len(device_bytes) == len(weights):
+        if self.fills_devices and len(whole) == len(device_bytes) == len(weights):
             return plan_whole_devices(
                 whole, block_bytes=self.block_bytes, weights=weights, catalog_bytes=self.catalog_bytes
             )

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from memascend_jax.errors import StoreError
-from memascend_jax.storage import filesystem, signatures
+from memascend_jax.storage import blankness, filesystem, signatures
 from memascend_jax.storage.layout import CATALOG_OFFSET, SUPERBLOCK_OFFSETS
 from memascend_jax.storage.store_errors import StoreIOError
 from memascend_jax.storage.superblock import MAGIC
@@ -126,7 +126,7 @@ def create_member(path: str, *, direct_io: DirectIo) -> Member:
 
 def existing_contents(member: Member) -> str | None:
     """Returns None when the member is empty or blank, ``"store"`` for a (damaged or unfinished) store of this
-    program, else what foreign data was found."""
+    program, else what foreign data was found. Of devices ``blankness.looked_at`` is read."""
     if member.nbytes == 0:
         return None
     try:
@@ -143,7 +143,16 @@ def existing_contents(member: Member) -> str | None:
     if found is None and member.nbytes <= CATALOG_OFFSET:
         # What a crash leaves of a file before its first superblock is on disk; all of it was looked at.
         return None
-    return found if member.is_block_device or found is not None else "a file of zeros"
+    if not member.is_block_device:
+        return found or "a file of zeros"
+    if found not in (None, signatures.UNKNOWN):
+        return found
+    where = blankness.first_nonzero(member.path, member.fd, member.nbytes)
+    if where is None:
+        return found
+    return (
+        f"{signatures.UNKNOWN} (byte {where:,} is not zero; looked at: {blankness.looked_at(member.nbytes)})"
+    )
 
 
 def reserve_space(member: Member, needed: int) -> None:

@@ -113,12 +113,12 @@ def punch(fd: int, nbytes: int) -> bool:
     return bool(_libc.fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, 0, nbytes) == 0)
 
 
-def zero(fd: int, nbytes: int) -> bool:
-    """Makes bytes ``[0, nbytes)`` of a file read as zeros while they stay reserved; returns whether that was done.
+def zero(fd: int, begin: int, end: int) -> bool:
+    """Makes bytes ``[begin, end)`` of a file read as zeros while they stay reserved; returns whether that was done.
 
     Not a write: the file system marks the extents as holding nothing.
     """
-    return bool(_libc.fallocate(fd, _ZERO_RANGE | _KEEP_SIZE, 0, nbytes) == 0)
+    return bool(_libc.fallocate(fd, _ZERO_RANGE | _KEEP_SIZE, begin, end - begin) == 0)
 
 
 def lock_holder(fd: int) -> int | None:

@@ -10,6 +10,9 @@ import uuid
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from memascend_jax.errors import StoreError
 from memascend_jax.storage import device, filesystem, signatures
 from memascend_jax.storage.checksum import crc32c_bytes
@@ -41,6 +44,7 @@ def create_volume(
     *,
     block_bytes: int,
     discard: bool,
+    whole_devices: bool,
     direct_io: DirectIo,
     make_engine: EngineFactory,
     overwrite: bool,
@@ -53,7 +57,9 @@ def create_volume(
 
     Args:
         plan: returns the geometry; called when the members may be formatted, and may look at them.
-        discard: tell devices and file systems that what was on the members is no longer needed.
+        discard: tell devices and file systems that what was on the members is no longer needed, as far as this
+            store and one that it replaces reach.
+        whole_devices: the store takes all of its devices: discard what its geometry cannot use, too.
 
     Raises:
         StoreError: a path that must not or cannot become a member; the message says which and why.
@@ -68,8 +74,9 @@ def create_volume(
         _check_may_format(members, contents, overwrite, erase_foreign_data)
         superblock = Superblock(uuid.uuid4().bytes, 0, plan(members), durability, time.time(), ready=False)
         volume = Volume(members, superblock, make_engine)
+        replaced = [_store_bytes(member) if discard else 0 for member in members]
         _reserve(volume)
-        _erase(volume, contents, discard)
+        _erase(volume, contents, discard, whole_devices, replaced)
         volume.write_superblocks(superblock)
         volume.flush()
         _check_reads_back(volume)
@@ -221,25 +228,46 @@ def _reserve(volume: Volume) -> None:
         device.cut_to(member, volume.geometry.member_bytes(index))
 
 
-def _erase(volume: Volume, contents: Sequence[str | None], discard: bool) -> None:
+def _erase(
+    volume: Volume,
+    contents: Sequence[str | None],
+    discard: bool,
+    whole_devices: bool,
+    replaced: Sequence[int],
+) -> None:
     """Removes every trace of what was there: a later probe must see this store and nothing else.
 
-    The space has been reserved and all refusals are behind us; only the members themselves are discarded, whole.
+    The space has been reserved and all refusals are behind us. Of a device no more is discarded than this store takes
+    or the one it replaces took (``replaced``, bytes per member): what lies behind them is not ours.
     """
     geometry = volume.geometry
-    zeros = aligned_buffer(CATALOG_OFFSET)
+    zeros = aligned_buffer(signatures.TAIL_BYTES)
     for index, member in enumerate(volume.members):
-        if discard and member.is_block_device:
-            filesystem.discard(member.fd, 0, member.nbytes - member.nbytes % MAX_BLOCK_BYTES)
-        elif discard and contents[index] is not None:
-            filesystem.zero(member.fd, member.nbytes)
         if contents[index] is not None:
-            volume.write_metadata([(index, 0, zeros)])
+            # First of all, so that a crash from here on leaves an interrupted creation and not somebody's data.
+            volume.write_metadata([(index, 0, _blank_head(volume, index))])
+            volume.flush()
+        if discard and member.is_block_device:
+            taken = max(geometry.member_bytes(index), replaced[index])
+            end = member.nbytes if whole_devices else min(taken, member.nbytes)
+            filesystem.discard(member.fd, CATALOG_OFFSET, end - end % MAX_BLOCK_BYTES)
+        elif discard and contents[index] is not None:
+            filesystem.zero(member.fd, CATALOG_OFFSET, member.nbytes)
+        if contents[index] is not None:
             tail = member.nbytes // MAX_BLOCK_BYTES * MAX_BLOCK_BYTES - signatures.TAIL_BYTES
             if member.is_block_device and tail > 0:
-                volume.write_metadata([(index, tail, zeros[: signatures.TAIL_BYTES])])
+                volume.write_metadata([(index, tail, zeros)])
         blank = zeros[: geometry.block_bytes]
         volume.write_metadata([(index, geometry.catalog_slot(slot), blank) for slot in (0, 1)])
+
+
+def _blank_head(volume: Volume, index: int) -> npt.NDArray[np.uint8]:
+    """Returns what lies before the catalogs of member ``index``: both copies of its superblock, else zeros."""
+    head = aligned_buffer(CATALOG_OFFSET)
+    block = np.frombuffer(volume.superblock_of(volume.superblock, index).encode(crc32c_bytes), np.uint8)
+    for offset in SUPERBLOCK_OFFSETS:
+        head[offset : offset + len(block)] = block
+    return head
 
 
 def _check_reads_back(volume: Volume) -> None:
@@ -265,6 +293,11 @@ def _superblock_copies(member: Member) -> list[bytes]:
             raise StoreIOError.of("read the superblock of", member.path, error, remedy) from error
         copies.append(into[:got].tobytes())
     return copies
+
+
+def _store_bytes(member: Member) -> int:
+    """Returns how much of ``member`` the store on it takes, 0 when that is not known."""
+    return max((copy.geometry.member_bytes(copy.member) for copy in decoded_copies(member)), default=0)
 
 
 def decoded_copies(member: Member) -> list[Superblock]:

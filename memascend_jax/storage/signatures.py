@@ -59,6 +59,10 @@ SIGNATURES = (
 )
 
 
+#: What is not blank and not recognised.
+UNKNOWN = "data of an unknown kind"
+
+
 def foreign_signature(head: bytes, tail: bytes) -> str | None:
     """Returns what the first ``HEAD_BYTES`` and last ``TAIL_BYTES`` show, or None when they are blank.
 
@@ -74,5 +78,5 @@ def foreign_signature(head: bytes, tail: bytes) -> str | None:
         if found == signature.magic:
             return signature.name
     if any(head) or any(tail):
-        return "data of an unknown kind"
+        return UNKNOWN
     return None

@@ -129,7 +129,7 @@ class TensorStore:
                 reading a sample on each, which changes nothing; None: equal.
             speeds: instead of weights, the speed of each member in any unit.
             catalog_bytes: room for the catalog; None: enough for ``specs`` twice, or for the capacity.
-            discard: tell the SSDs that what was on the members is no longer needed.
+            discard: tell the SSDs that what was on the members, as far as the store takes them, is no longer needed.
             overwrite: replace a store that exists at a path.
             erase_foreign_data: replace other data on a path: True, or the paths that may be erased.
             **io: see ``IoOptions``.
@@ -159,6 +159,7 @@ class TensorStore:
             durability,
             block_bytes=block_bytes,
             discard=discard,
+            whole_devices=plan.fills_devices,
             direct_io=options.direct_io,
             make_engine=options.engine(),
             overwrite=overwrite,

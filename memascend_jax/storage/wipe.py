@@ -47,6 +47,9 @@ def _wipe_member(member: Member) -> None:
         return
     known = formatting.decoded_copies(member)
     slots = [known[0].geometry.catalog_slot(slot) for slot in (0, 1)] if known else []
+    # What lies behind the store is not its own; where nothing tells how far it went, it had the device.
+    taken = max((copy.geometry.member_bytes(copy.member) for copy in known), default=member.nbytes)
+    end = min(taken, member.nbytes)
     zeros = aligned_buffer(CATALOG_OFFSET)
     try:
         for offset in slots:
@@ -55,4 +58,4 @@ def _wipe_member(member: Member) -> None:
         os.fsync(member.fd)
     except OSError as error:
         raise StoreIOError.of("wipe store", member.path, error, "check the device") from error
-    filesystem.discard(member.fd, 0, member.nbytes - member.nbytes % MAX_BLOCK_BYTES)
+    filesystem.discard(member.fd, 0, end - end % MAX_BLOCK_BYTES)

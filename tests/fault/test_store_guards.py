@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import os
 import shutil
 import subprocess
@@ -20,7 +21,7 @@ from simulated_disk import SimulatedDisk
 from stores import ANY_DISK, loop_device, mounted, slot
 
 from memascend_jax.errors import StoreError
-from memascend_jax.storage import signatures
+from memascend_jax.storage import blankness, signatures
 from memascend_jax.storage.engine import address_of
 from memascend_jax.storage.store_errors import StoreIOError
 from memascend_jax.storage.tensor_store import TensorSpec, TensorStore
@@ -477,6 +478,62 @@ def test_unknown_data_on_a_device_is_refused_and_left_as_it_was(tmp_path: Path, 
             raw.seek(where, 2 if where < 0 else 0)
             raw.write(b"precious")
         refuse_then_erase(device, "data of an unknown kind")
+
+
+@pytest.mark.parametrize("where", [262_144, 100_000_001, -131_073, -1])
+def test_one_byte_anywhere_on_a_small_device_is_found(block_devices: BlockDevices, where: int) -> None:
+    device = block_devices.blank("device")
+    with open(device, "r+b") as raw:
+        at = raw.seek(where, 2 if where < 0 else 0)
+        raw.write(b"\1")
+    refuse_then_erase(device, rf"data of an unknown kind \(byte {at:,} is not zero; looked at: all of it\)")
+
+
+@pytest.mark.parametrize("direct_io", ["required", "off"])
+def test_large_device_is_looked_at_in_samples(tmp_path: Path, direct_io: str) -> None:
+    nbytes = 5 << 30
+    with loop_device(tmp_path / "image", nbytes) as device:
+        for begin, end in list(blankness.extents_looked_at(nbytes))[::500]:
+            with open(device, "r+b", buffering=0) as raw:
+                raw.seek(end - 1)
+                raw.write(b"\1")
+                with pytest.raises(
+                    StoreError, match=rf"byte {end - 1:,} is not zero.*2,048 samples of 64 KiB"
+                ):
+                    TensorStore.create(device, capacity="1MiB", direct_io=direct_io)
+                raw.seek(end - 1)
+                raw.write(b"\0")
+            assert begin % 4096 == 0
+        TensorStore.create(device, capacity="1MiB", direct_io=direct_io).close()
+
+
+@pytest.mark.parametrize("nbytes", [0, 512, 1 << 30, (1 << 30) + 512, (3 << 40) + 4096])
+def test_what_is_looked_at_lies_within_the_device_without_overlap(nbytes: int) -> None:
+    extents = list(blankness.extents_looked_at(nbytes))
+    assert all(begin % 4096 == 0 for begin, _ in extents)
+    assert extents[0][0] == 0
+    assert extents[-1][1] == nbytes
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(extents))
+    looked = sum(end - begin for begin, end in extents)
+    assert looked == nbytes if nbytes <= 1 << 30 else (160 << 20) <= looked < (160 << 20) + 4096
+    # Evenly spread.
+    gaps = [begin - end for (_, end), (begin, _) in itertools.pairwise(extents)][1:-1]
+    assert not gaps or max(gaps) - min(gaps) <= 4096
+
+
+def test_only_what_the_store_takes_is_discarded(block_devices: BlockDevices) -> None:
+    """With a capacity, what lies behind the store keeps its bytes, at its creation and when it is wiped."""
+    device = block_devices.blank("device")
+    with open(device, "r+b", buffering=0) as raw:
+        raw.seek(100_000_001)
+        raw.write(b"outside")
+    create = {"capacity": "1MiB", "erase_foreign_data": [device]}
+    TensorStore.create(device, **create).close()
+    TensorStore.create(device, overwrite=True, **create).close()
+    TensorStore.wipe(device)
+    with open(device, "rb") as raw:
+        raw.seek(100_000_001)
+        assert raw.read(7) == b"outside"
 
 
 def refuse_then_erase(device: str, name: str) -> None:

@@ -7,8 +7,10 @@ root; without it the tests that use them are skipped with the reason.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
+import struct
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,6 +20,8 @@ import pytest
 from stores import loop_device
 
 DEVICE_BYTES = 160 << 20
+#: The ioctl that makes a device read as zeros, with discards where it can.
+BLKZEROOUT = 0x127F
 #: What a member can be, by the letters of a place's name.
 PLACES = {
     "file": ("file",),
@@ -41,10 +45,7 @@ class BlockDevices:
         path = self._paths[kind]
         with open(path, "r+b", buffering=0) as raw:
             size = raw.seek(0, os.SEEK_END)
-            for begin in (0, size - (1 << 18)):
-                raw.seek(begin)
-                raw.write(bytes(1 << 18))
-            os.fsync(raw.fileno())
+            fcntl.ioctl(raw, BLKZEROOUT, struct.pack("<QQ", 0, size))
         return path
 
     def paths(self, place: str, folder: Path) -> list[Path]:

@@ -73,7 +73,7 @@ def test_measuring_a_device_changes_nothing_when_the_store_is_refused(tmp_path: 
                 os.fsync(raw.fileno())  # The device stays open elsewhere, so closing it writes nothing back.
         before = [image.read_bytes() for image in images]
         with pytest.raises(StoreError, match="device is too small"):
-            TensorStore.create([one, two], capacity="64MiB", weights="measure")
+            TensorStore.create([one, two], capacity="64MiB", weights="measure", erase_foreign_data=True)
         assert [image.read_bytes() for image in images] == before
 
 
