@@ -31,6 +31,11 @@ def add_store_commands(commands: Any, add: AddCommand) -> None:
     add(verbs, "verify", _verify, "reads everything and compares the checksums; changes nothing")
     wipe = add(verbs, "wipe", _wipe, "removes a store: its files are deleted, its devices blanked")
     wipe.add_argument("--yes", action="store_true", help="do not ask, on a terminal either")
+    wipe.add_argument(
+        "--incomplete",
+        action="store_true",
+        help="remove what is given and there, although other members of the store are missing",
+    )
     _add_bench(verbs, add)
     for parser in verbs.choices.values():
         parser.add_argument("paths", metavar="PATH", nargs="+", help="paths of the store, one per member")
@@ -167,7 +172,7 @@ def _wipe(options: argparse.Namespace) -> int:
         if sys.stdin.readline().strip() != "yes":
             sys.stderr.write("memascend: nothing was changed\n")
             return 1
-    wiped = wipe(options.paths)
+    wiped = wipe(options.paths, incomplete=options.incomplete)
     if options.json:
         print_json({"wiped": wiped})
     else:

@@ -45,7 +45,7 @@ def choose_generation(slots: Sequence[Slot], path: str) -> Choice:
     if not found:
         raise StoreError(
             f"cannot open '{path}': none of its {len(slots)} catalog copies is readable; the store is lost; "
-            f"remove it and start again: memascend store wipe {path}"
+            f"remove it (memascend store wipe, with the paths of all its members) and start again"
         )
     best = max(found, key=lambda catalog: catalog.generation)
     if any(other.generation == best.generation and other.identity != best.identity for other in found):

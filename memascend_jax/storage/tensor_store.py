@@ -227,9 +227,9 @@ class TensorStore:
         return store
 
     @staticmethod
-    def wipe(paths: PathLike | Sequence[PathLike]) -> list[str]:
+    def wipe(paths: PathLike | Sequence[PathLike], *, incomplete: bool = False) -> list[str]:
         """Removes the store at ``paths`` for good and returns the paths; see ``storage.wipe``."""
-        return wipe(paths)
+        return wipe(paths, incomplete=incomplete)
 
     def names(self) -> list[str]:
         """Returns the names of all tensors in the order they were declared."""

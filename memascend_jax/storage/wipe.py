@@ -15,28 +15,61 @@ from memascend_jax.storage.layout import CATALOG_OFFSET, MAX_BLOCK_BYTES
 from memascend_jax.storage.store_errors import StoreIOError
 
 
-def wipe(paths: PathLike | Sequence[PathLike]) -> list[str]:
+def wipe(paths: PathLike | Sequence[PathLike], *, incomplete: bool = False) -> list[str]:
     """Removes the store from ``paths`` and returns them: files are deleted, devices are blanked and discarded.
 
-    Works on damaged and unfinished stores and on single members of one. Every path is checked before the first is
-    touched.
+    Works on damaged and unfinished stores. Every path is checked before the first is touched.
+
+    Args:
+        incomplete: remove what is there although members of its store are not given, which makes those useless,
+            and pass over paths that are missing; the paths that were removed are returned.
 
     Raises:
-        StoreError: a path is missing, in use, or holds no store of this program.
+        StoreError: a path is missing, in use, or holds no store of this program, or members are not given.
     """
     resolved = device.resolve_paths(paths)
+    if incomplete:
+        # When none is left, opening the first says so.
+        resolved = [path for path in resolved if os.path.lexists(path)] or resolved
     members: list[Member] = []
     try:
         for path in resolved:
             members.append(device.open_member(path, read_only=False, direct_io="optional"))
             if not formatting.has_superblock(path):
                 raise StoreError(f"cannot wipe '{path}': it is not a memascend store; check the path")
+        if not incomplete:
+            _check_complete(members)
         for member in members:
             _wipe_member(member)
     finally:
         for member in members:
             member.close()
     return resolved
+
+
+def _check_complete(members: Sequence[Member]) -> None:
+    """Raises ``StoreError`` when members are not given whose store would be lost with the given ones.
+
+    An unfinished store holds nothing that could be lost; a member whose superblocks are damaged may be any.
+    """
+    given: dict[bytes, dict[int, str]] = {}
+    counts: dict[bytes, int] = {}
+    unknown = 0
+    for member in members:
+        copies = formatting.decoded_copies(member)
+        unknown += not copies
+        if copies and all(copy.ready for copy in copies):
+            given.setdefault(copies[0].store_id, {})[copies[0].member] = member.path
+            counts[copies[0].store_id] = len(copies[0].geometry.weights)
+    for store_id, paths in given.items():
+        count = counts[store_id]
+        missing = [str(index) for index in range(count) if index not in paths]
+        if len(missing) > unknown:
+            raise StoreError(
+                f"cannot wipe '{next(iter(paths.values()))}': its store has {count} members, {len(paths)} of them "
+                f"given, and the others are useless without; missing: member {', '.join(missing)}; give the paths of "
+                f"all {count}, or remove only what is given with incomplete=True (--incomplete)"
+            )
 
 
 def _wipe_member(member: Member) -> None:

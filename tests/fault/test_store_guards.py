@@ -577,3 +577,37 @@ def test_blocks_smaller_than_the_sector_are_refused(tmp_path: Path) -> None:
         with pytest.raises(StoreError, match=r"has sectors of 4,096 bytes, the store's blocks are 512"):
             TensorStore.create(device, capacity="1MiB", block_bytes=512)
         TensorStore.create(device, capacity="1MiB", block_bytes=4096).close()
+
+
+def test_wipe_of_some_members_of_a_store_is_refused_unless_asked_for(tmp_path: Path) -> None:
+    paths = [tmp_path / "a", tmp_path / "b", tmp_path / "c"]
+    TensorStore.create(paths, capacity="1MiB", **ANY_DISK).close()
+    before = [digest(path) for path in paths]
+    with pytest.raises(
+        StoreError,
+        match=r"b': its store has 3 members, 1 of them given.*missing: member 0, 2; .*--incomplete",
+    ):
+        TensorStore.wipe(paths[1])
+    # Another store beside it changes nothing: nothing is removed of either.
+    TensorStore.create(tmp_path / "other", capacity="1MiB", **ANY_DISK).close()
+    with pytest.raises(StoreError, match=r"a': its store has 3 members, 2 of them given"):
+        TensorStore.wipe([tmp_path / "other", *paths[:2]])
+    assert (tmp_path / "other").exists()
+    assert [digest(path) for path in paths] == before
+    paths[2].unlink()
+    with pytest.raises(StoreError, match=r"c': no such file"):
+        TensorStore.wipe(paths)
+    assert TensorStore.wipe(paths, incomplete=True) == [str(path) for path in paths[:2]]
+    with pytest.raises(StoreError, match=r"a': no such file"):
+        TensorStore.wipe(paths, incomplete=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
+
+
+def test_wipe_of_a_whole_store_does_not_mind_a_damaged_member(tmp_path: Path) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    TensorStore.create(paths, capacity="1MiB", **ANY_DISK).close()
+    with paths[1].open("r+b") as file:
+        for offset in (100, (64 << 10) + 100):
+            file.seek(offset)
+            file.write(bytes(100))
+    assert TensorStore.wipe(paths) == [str(path) for path in paths]

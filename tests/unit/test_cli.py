@@ -153,6 +153,16 @@ def test_wipe_removes_a_store_and_nothing_else(
     assert cli.main(["store", "inspect", str(store_path)]) == 6
 
 
+def test_wipe_of_one_member_needs_a_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [str(tmp_path / "a"), str(tmp_path / "b")]
+    TensorStore.create(paths, capacity="1MiB", direct_io="optional").close()
+    assert cli.main(["store", "wipe", paths[0], "--yes"]) == 6
+    assert "its store has 2 members" in capsys.readouterr().err
+    assert cli.main(["store", "wipe", paths[0], "--incomplete", "--json"]) == 0
+    assert cli.main(["store", "wipe", *paths, "--incomplete", "--json"]) == 0
+    assert not list(tmp_path.iterdir())
+
+
 def test_wipe_asks_on_a_terminal(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for stream in ("stdin", "stderr"):
         monkeypatch.setattr(f"sys.{stream}.isatty", lambda: True, raising=False)
