@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from memascend_jax.dtypes import BY_NAME, to_dtype
 from memascend_jax.errors import StoreError
+from memascend_jax.storage.whole_number import MAX_WHOLE_NUMBER, whole_number
 from memascend_jax.units import round_up
 
 #: A checksum unit never grows past this, so that one row read verifies little more than it uses.
@@ -54,13 +57,12 @@ class TensorLayout:
 
     Raises:
         StoreError: the spec names an unknown dtype, has a negative or overflowing shape, a bad tile size, a
-            name that is empty or too long, or a slice outside its global shape.
+            name that is empty or too long, a slice outside its global shape, or a field of the wrong type.
     """
 
     def __init__(self, spec: TensorSpec, block_bytes: int) -> None:
-        self.spec = spec
+        spec = self.spec = _checked_types(spec)
         self.block_bytes = block_bytes
-        _check_name(spec)
         if spec.dtype not in BY_NAME:
             raise StoreError(
                 f"tensor '{spec.name}': unknown dtype {spec.dtype!r}; the store knows {', '.join(BY_NAME)}"
@@ -110,15 +112,70 @@ def layouts_of(specs: Sequence[TensorSpec], block_bytes: int) -> list[TensorLayo
     """Returns the layouts of ``specs``; raises ``StoreError`` on a bad or repeated one."""
     seen: set[str] = set()
     layouts = []
-    for spec in specs:
-        if spec.name in seen:
-            raise StoreError(f"tensor '{spec.name}' is declared twice; names in a store are unique")
-        seen.add(spec.name)
-        layouts.append(TensorLayout(spec, block_bytes))
+    for spec in _listed(specs):
+        layout = TensorLayout(spec, block_bytes)
+        if layout.spec.name in seen:
+            raise StoreError(f"tensor '{layout.spec.name}' is declared twice; names in a store are unique")
+        seen.add(layout.spec.name)
+        layouts.append(layout)
     return layouts
 
 
+def _listed(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
+    try:
+        return list(specs)
+    except TypeError:
+        raise StoreError(
+            f"specs must be a sequence of TensorSpec, got {specs!r} ({type(specs).__name__})"
+        ) from None
+
+
+def _checked_types(spec: TensorSpec) -> TensorSpec:
+    """Returns ``spec`` in plain Python types: what passes here can be written to a catalog."""
+    if not isinstance(spec, TensorSpec):
+        raise StoreError(f"a tensor is declared with a TensorSpec, got {spec!r} ({type(spec).__name__})")
+    _check_name(spec)
+    of = f"tensor '{spec.name}'"
+    if not isinstance(spec.dtype, str):
+        raise StoreError(
+            f"{of}: dtype must be a name such as 'float32', got {spec.dtype!r} ({type(spec.dtype).__name__})"
+        )
+    for field in ("row_access", "mutable"):
+        value = getattr(spec, field)
+        if not isinstance(value, (bool, np.bool_)):
+            raise StoreError(f"{of}: {field} must be True or False, got {value!r} ({type(value).__name__})")
+    return replace(
+        spec,
+        shape=_whole_numbers(spec.shape, f"{of}: shape"),
+        tile_elements=None
+        if spec.tile_elements is None
+        else whole_number(spec.tile_elements, f"{of}: tile_elements", least=-MAX_WHOLE_NUMBER),
+        row_access=bool(spec.row_access),
+        mutable=bool(spec.mutable),
+        global_shape=None
+        if spec.global_shape is None
+        else _whole_numbers(spec.global_shape, f"{of}: global_shape"),
+        start=None if spec.start is None else _whole_numbers(spec.start, f"{of}: start"),
+    )
+
+
+def _whole_numbers(values: Sequence[int], what: str) -> tuple[int, ...]:
+    """Returns ``values`` as a tuple of int; what they may be is checked by those who know what they are."""
+    try:
+        listed = tuple(values)
+    except TypeError:
+        raise StoreError(
+            f"{what} must be one whole number per axis, got {values!r} ({type(values).__name__})"
+        ) from None
+    return tuple(
+        whole_number(value, f"{what} {listed!r}: axis {axis}", least=-MAX_WHOLE_NUMBER)
+        for axis, value in enumerate(listed)
+    )
+
+
 def _check_name(spec: TensorSpec) -> None:
+    if not isinstance(spec.name, str):
+        raise StoreError(f"a tensor's name must be a str, got {spec.name!r} ({type(spec.name).__name__})")
     try:
         size = len(spec.name.encode())
     except UnicodeEncodeError:
@@ -134,10 +191,10 @@ def _checked_elements(spec: TensorSpec, itemsize: int) -> int:
         raise StoreError(
             f"tensor '{spec.name}': shape {spec.shape} must have at most {MAX_DIMENSIONS} axes, none negative"
         )
-    elements = math.prod(spec.shape)
-    if elements * itemsize > MAX_TENSOR_BYTES:
+    # Empty tensors too: NumPy has no array whose other axes overflow.
+    if math.prod(max(extent, 1) for extent in spec.shape) * itemsize > MAX_TENSOR_BYTES:
         raise StoreError(f"tensor '{spec.name}': shape {spec.shape} is more than {MAX_TENSOR_BYTES:,} bytes")
-    return elements
+    return math.prod(spec.shape)
 
 
 def _checked_tiles(spec: TensorSpec, elements: int, itemsize: int, block_bytes: int) -> tuple[int, int]:
@@ -164,4 +221,8 @@ def _check_slice(spec: TensorSpec) -> None:
     if not axes or any(s < 0 or s + n > g for s, n, g in zip(start, spec.shape, whole, strict=True)):
         raise StoreError(
             f"tensor '{spec.name}': the slice of shape {spec.shape} at {start} is outside the global shape {whole}"
+        )
+    if math.prod(max(extent, 1) for extent in whole) > MAX_WHOLE_NUMBER:
+        raise StoreError(
+            f"tensor '{spec.name}': the global shape {whole} is more than {MAX_WHOLE_NUMBER:,} elements"
         )

@@ -391,3 +391,64 @@ def test_wipe_removes_a_file_store_even_an_open_failed_one(tmp_path: Path) -> No
     path.write_bytes(raw)
     assert TensorStore.wipe(path) == [str(path)]
     assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"name": 5}, r"name must be a str, got 5 \(int\)"),
+        ({"name": b"w"}, r"name must be a str, got b'w' \(bytes\)"),
+        ({"dtype": np.float32}, r"tensor 'w': dtype must be a name"),
+        ({"dtype": ["float32"]}, r"tensor 'w': dtype must be a name"),
+        ({"shape": 5}, r"tensor 'w': shape must be one whole number per axis, got 5"),
+        ({"shape": (2.5,)}, r"tensor 'w': shape \(2.5,\): axis 0 must be a whole number, got 2.5 \(float\)"),
+        (
+            {"shape": (0, 2**70)},
+            r"tensor 'w': shape .*axis 1 must be from .* got 1,180,591,620,717,411,303,424",
+        ),
+        ({"shape": (0, 2**40, 2**40)}, r"tensor 'w': shape .* is more than"),
+        ({"tile_elements": 2**70}, r"tensor 'w': tile_elements must be from"),
+        ({"tile_elements": 2**63}, r"tensor 'w': tile_elements .* got 9,223,372,036,854,775,808"),
+        (
+            {"tile_elements": 1024.0},
+            r"tensor 'w': tile_elements must be a whole number, got 1024.0 \(float\)",
+        ),
+        ({"global_shape": (2**70,)}, r"tensor 'w': global_shape .*axis 0 must be from"),
+        ({"global_shape": (2**70,), "start": (2**65,)}, r"tensor 'w': global_shape"),
+        ({"global_shape": (2**62,), "start": (2**65,)}, r"tensor 'w': start .*axis 0 must be from"),
+        ({"shape": (1, 1), "global_shape": (2**40, 2**40)}, r"tensor 'w': the global shape .* is more than"),
+        ({"start": "0"}, r"tensor 'w': start .*axis 0 must be a whole number, got '0'"),
+        ({"mutable": "no"}, r"tensor 'w': mutable must be True or False, got 'no'"),
+        ({"row_access": 2}, r"tensor 'w': row_access must be True or False, got 2"),
+    ],
+)
+def test_spec_that_no_catalog_can_hold_is_refused_and_blocks_nothing(
+    tmp_path: Path, fields: dict[str, object], message: str
+) -> None:
+    spec = TensorSpec(**{"name": "w", "dtype": "float32", "shape": (1024,), **fields})  # type: ignore[arg-type]
+    with TensorStore.create(tmp_path, capacity="1MiB", **ANY_DISK) as store:
+        with pytest.raises(StoreError, match=message):
+            store.declare(spec)
+        assert (store.names(), store.used_bytes) == ([], 0)
+        assert store.commit() == 1
+    with pytest.raises(StoreError, match=message):
+        TensorStore.create(tmp_path / "other", specs=[spec], **ANY_DISK)
+    assert not (tmp_path / "other").exists()
+
+
+def test_spec_takes_numbers_of_any_integer_type(tmp_path: Path) -> None:
+    spec = TensorSpec(
+        "w",
+        "float32",
+        (np.int64(2), np.uint16(2048)),
+        tile_elements=np.int32(1024),  # type: ignore[arg-type]
+        global_shape=[np.int16(4), 2048],  # type: ignore[arg-type]
+        start=np.array([2, 0]),  # type: ignore[arg-type]
+    )
+    with TensorStore.create(tmp_path, specs=[spec], **ANY_DISK) as store:
+        store.write_elements("w", 0, numbers(4096))
+        store.commit()
+    with TensorStore.open(tmp_path, **ANY_DISK) as store:
+        assert store.spec("w") == TensorSpec(
+            "w", "float32", (2, 2048), tile_elements=1024, global_shape=(4, 2048), start=(2, 0)
+        )
