@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memascend_jax.errors import StoreError
-from memascend_jax.storage import device, filesystem, signatures
+from memascend_jax.storage import blankness, device, filesystem, signatures
 from memascend_jax.storage.checksum import crc32c_bytes
 from memascend_jax.storage.device import DirectIo, Member
 from memascend_jax.storage.engine import EngineFactory, aligned_buffer
@@ -153,6 +153,23 @@ def is_member(path: str) -> bool:
 def has_superblock(path: str) -> bool:
     """Returns whether anything at ``path`` was written by this program: a member, damaged or half created."""
     return bool(_peek_superblocks(path))
+
+
+def no_store_in(member: Member) -> str:
+    """Returns why there is no store in ``member``, which has no superblock, with the remedy.
+
+    A process that is killed early in ``create`` leaves an empty file, or a device or file of zeros.
+    """
+    if member.nbytes == 0:
+        what = "it is empty"
+    elif blankness.first_nonzero(member.path, member.fd, member.nbytes) is None:
+        what = f"it holds nothing but zeros (looked at: {blankness.looked_at(member.nbytes)})"
+    else:
+        return "it is not a memascend store; check the path"
+    return (
+        f"{what}: the creation of a store was interrupted before its first write, or was never begun; "
+        "check the path, or create the store again"
+    )
 
 
 def _peek_superblocks(path: str) -> list[bytes]:
@@ -314,7 +331,7 @@ def _read_superblock(member: Member) -> Superblock:
                 f"cannot open '{member.path}': both copies of its superblock are damaged; the store is lost, "
                 "make a new one"
             )
-        raise StoreError(f"cannot open '{member.path}': it is not a memascend store; check the path")
+        raise StoreError(f"cannot open '{member.path}': {no_store_in(member)}")
     if not all(superblock.ready for superblock in valid):
         raise StoreError(
             f"cannot open '{member.path}': its creation was interrupted and it holds nothing; create the store again"

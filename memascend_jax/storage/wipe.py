@@ -36,7 +36,7 @@ def wipe(paths: PathLike | Sequence[PathLike], *, incomplete: bool = False) -> l
         for path in resolved:
             members.append(device.open_member(path, read_only=False, direct_io="optional"))
             if not formatting.has_superblock(path):
-                raise StoreError(f"cannot wipe '{path}': it is not a memascend store; check the path")
+                raise StoreError(f"cannot wipe '{path}': {formatting.no_store_in(members[-1])}")
         if not incomplete:
             _check_complete(members)
         for member in members:

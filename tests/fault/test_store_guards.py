@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,7 +22,7 @@ from simulated_disk import SimulatedDisk
 from stores import ANY_DISK, loop_device, mounted, slot
 
 from memascend_jax.errors import StoreError
-from memascend_jax.storage import blankness, signatures
+from memascend_jax.storage import blankness, filesystem, formatting, signatures
 from memascend_jax.storage.engine import address_of
 from memascend_jax.storage.store_errors import StoreIOError
 from memascend_jax.storage.tensor_store import TensorSpec, TensorStore
@@ -611,3 +612,70 @@ def test_wipe_of_a_whole_store_does_not_mind_a_damaged_member(tmp_path: Path) ->
             file.seek(offset)
             file.write(bytes(100))
     assert TensorStore.wipe(paths) == [str(path) for path in paths]
+
+
+def killed_at(patched: tuple[object, str], create: Callable[[], object]) -> None:
+    """Runs ``create`` in a child process that is killed where it calls the attribute ``patched`` names."""
+    child = os.fork()
+    if child == 0:
+        try:
+            setattr(*patched, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+            create()
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status)
+
+
+@pytest.mark.parametrize("kind", ["file", "device", "device and file"])
+def test_create_killed_before_its_first_write_is_told(
+    tmp_path: Path, kind: str, block_devices: BlockDevices
+) -> None:
+    paths = block_devices.paths(kind, tmp_path)
+    killed_at((formatting, "Volume"), lambda: TensorStore.create(paths, capacity="1MiB", **ANY_DISK))
+    for given in (paths, paths[::-1]):
+        for attempt in (TensorStore.open, TensorStore.wipe):
+            with pytest.raises(
+                StoreError, match=r"it (is empty|holds nothing but zeros .*): the creation .* was interrupted"
+            ):
+                attempt(given)
+    TensorStore.create(paths, capacity="1MiB", **ANY_DISK).close()
+    TensorStore.open(paths, **ANY_DISK).close()
+
+
+def test_file_of_zeros_is_no_store_and_may_be_an_interrupted_one(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    for nbytes in (1, 4097, 5 << 20, 3 << 30):
+        with path.open("wb") as file:
+            file.truncate(nbytes)
+        with pytest.raises(
+            StoreError, match=r"holds nothing but zeros .* interrupted before its first write"
+        ):
+            TensorStore.open(path, **ANY_DISK)
+        with path.open("r+b") as file:
+            file.seek(nbytes - 1)
+            file.write(b"\1")
+        with pytest.raises(StoreError, match="not a memascend store; check the path"):
+            TensorStore.open(path, **ANY_DISK)
+
+
+@pytest.mark.parametrize("before", ["foreign data", "a store"])
+@pytest.mark.parametrize("where", ["discard", "zero"])
+def test_create_killed_while_it_erases_can_be_repeated(
+    tmp_path: Path, block_devices: BlockDevices, before: str, where: str
+) -> None:
+    path = block_devices.blank("device") if where == "discard" else str(tmp_path / "s")
+    if before == "a store":
+        with TensorStore.create(path, capacity="4MiB", **ANY_DISK) as store:
+            store.put("w", np.ones(1000))
+            store.commit()
+    else:
+        with open(path, "r+b" if where == "discard" else "w+b") as raw:
+            raw.write(b"foreign" * 100_000)
+    allow = {"overwrite": True, "erase_foreign_data": True}
+    killed_at((filesystem, where), lambda: TensorStore.create(path, capacity="4MiB", **allow, **ANY_DISK))
+    with pytest.raises(StoreError, match="its creation was interrupted and it holds nothing"):
+        TensorStore.open(path, **ANY_DISK)
+    # Nothing is there that would need a word to be replaced.
+    TensorStore.create(path, capacity="4MiB", **ANY_DISK).close()
+    TensorStore.wipe(path)
