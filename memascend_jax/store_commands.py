@@ -51,6 +51,11 @@ def _add_create(verbs: Any, add: AddCommand) -> None:
     )
     create.add_argument("--speeds", metavar="S[,S…]", help="speed of each member instead, in any unit")
     create.add_argument("--durability", choices=("step", "checkpoint"), default="step")
+    create.add_argument(
+        "--catalog-bytes",
+        metavar="SIZE",
+        help="room for what describes the tensors, about 100 bytes each; default from the capacity, at most 64MiB",
+    )
     create.add_argument("--block-bytes", metavar="N", type=int, default=4096)
     create.add_argument("--direct-io", choices=("required", "optional", "off"), default="required")
     create.add_argument(
@@ -100,6 +105,9 @@ def _create(options: argparse.Namespace) -> int:
         speeds=_numbers(options.speeds, float, "--speeds"),
         durability=options.durability,
         block_bytes=options.block_bytes,
+        catalog_bytes=None
+        if options.catalog_bytes is None
+        else _size(options.catalog_bytes, "--catalog-bytes"),
         direct_io=options.direct_io,
         discard=not options.no_discard,
         overwrite=options.overwrite,

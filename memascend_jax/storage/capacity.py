@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from memascend_jax.errors import StoreError
-from memascend_jax.storage.catalog import HEADER_BYTES
+from memascend_jax.storage.catalog import HEADER_BYTES, CatalogSize
 from memascend_jax.storage.layout import (
     STRIPE_BYTES,
     Geometry,
@@ -23,6 +23,8 @@ _SPARE_CATALOG_BYTES = 256 * KIB
 #: Bytes of catalog per tensor besides its name: record, shape, slice, padding.
 _TENSOR_RECORD_BYTES = 512
 _MAX_GUESSED_CATALOG_BYTES = 64 * MIB
+#: A capacity full of tensors of one block, two places each, has a record of 128 bytes per 8 KiB.
+_CAPACITY_PER_CATALOG_BYTE = 64
 
 
 def bytes_needed(
@@ -90,7 +92,7 @@ def plan_store(
             f"a capacity of {room:,} bytes is too small: the tensors take {needed - scratch_bytes:,} bytes in "
             f"durability '{durability}', scratch {scratch_bytes:,}; give at least {needed:,}"
         )
-    return plan_geometry(
+    geometry = plan_geometry(
         capacity_bytes=room,
         scratch_bytes=scratch_bytes,
         catalog_bytes=_catalog_room(layouts, room, capacity is None)
@@ -99,6 +101,8 @@ def plan_store(
         block_bytes=block_bytes,
         weights=weights,
     )
+    CatalogSize.of(layouts).check_fits(geometry.catalog_bytes, 0, "cannot create a store for these specs")
+    return geometry
 
 
 def plan_whole_devices(
@@ -138,10 +142,10 @@ def plan_whole_devices(
 
 
 def _catalog_room(layouts: Sequence[TensorLayout], capacity: int, exact: bool) -> int:
-    """Twice what the known tensors take; for tensors to come, a checksum for every block of the capacity."""
+    """Twice what the known tensors take; for those to come, as if a capacity were full of the smallest ones."""
     names = sum(len(layout.spec.name.encode()) + _TENSOR_RECORD_BYTES for layout in layouts)
     known = HEADER_BYTES + names + sum(9 * layout.tiles + 4 * layout.units for layout in layouts)
-    guessed = 0 if exact else min(capacity // KIB, _MAX_GUESSED_CATALOG_BYTES)
+    guessed = 0 if exact else min(capacity // _CAPACITY_PER_CATALOG_BYTE, _MAX_GUESSED_CATALOG_BYTES)
     return 2 * known + guessed + _SPARE_CATALOG_BYTES
 
 

@@ -9,7 +9,7 @@ right but whose fields contradict each other is refused. See docs/store_format.m
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,8 @@ DTYPE_CODES = (
 
 _HEADER = struct.Struct("<8sII16sQQQQQQQQQQ")
 _CRC = struct.Struct("<I")
+#: Tensors, dimensions of all of them, bytes of all names.
+_TABLE_HEAD = struct.Struct("<QQQ")
 _CRC_OFFSET = HEADER_BYTES - _CRC.size
 _DIRTY = 1
 _MUTABLE, _ROW_ACCESS, _SLICE, _ONE_TILE = 1, 2, 4, 8
@@ -72,6 +74,59 @@ class Catalog:
     checksums: npt.NDArray[np.uint32]
 
 
+@dataclass(frozen=True, slots=True)
+class CatalogSize:
+    """What decides the length of a catalog, as sums that a tensor is added to and taken from."""
+
+    tensors: int = 0
+    dims: int = 0
+    name_bytes: int = 0
+    tiles: int = 0
+    units: int = 0
+
+    @classmethod
+    def of(cls, layouts: Iterable[TensorLayout]) -> CatalogSize:
+        """Returns the sums over ``layouts``."""
+        size = cls()
+        for layout in layouts:
+            spec = layout.spec
+            one = cls(
+                1,
+                len(spec.shape) * (3 if _is_sliced(spec) else 1),
+                len(spec.name.encode()),
+                layout.tiles,
+                layout.units,
+            )
+            size = size.plus(one)
+        return size
+
+    def plus(self, other: CatalogSize, times: int = 1) -> CatalogSize:
+        """Returns the sums with ``other`` added ``times``; -1 takes it away."""
+        return CatalogSize(
+            self.tensors + times * other.tensors,
+            self.dims + times * other.dims,
+            self.name_bytes + times * other.name_bytes,
+            self.tiles + times * other.tiles,
+            self.units + times * other.units,
+        )
+
+    def nbytes(self, run_state_bytes: int) -> int:
+        """Returns the length of the catalog, to the byte what ``encode_catalog`` writes."""
+        table = _TABLE_HEAD.size + self.tensors * _RECORD.itemsize + 8 * self.dims + self.name_bytes
+        return catalog_bytes(round_up(table, 8), self.tiles, self.units, run_state_bytes)
+
+    def check_fits(self, room: int, run_state_bytes: int, action: str) -> None:
+        """Raises ``StoreError``, beginning with ``action``, when the catalog is longer than ``room`` bytes."""
+        total = self.nbytes(run_state_bytes)
+        if total > room:
+            raise StoreError(
+                f"{action}: the catalog of {self.tensors:,} tensors with {self.tiles:,} tiles, {self.units:,} "
+                f"checksums and {run_state_bytes:,} bytes of run state takes {total:,} bytes, the store has room for "
+                f"{room:,}; create it with more catalog_bytes (memascend store create --catalog-bytes), or use "
+                "larger tiles"
+            )
+
+
 def encode_tensors(tensors: Sequence[StoredTensor]) -> bytes:
     """Returns the part of a catalog that only changes when a tensor is declared or removed."""
     records = np.zeros(len(tensors), _RECORD)
@@ -80,7 +135,7 @@ def encode_tensors(tensors: Sequence[StoredTensor]) -> bytes:
     for index, tensor in enumerate(tensors):
         spec = tensor.layout.spec
         name = spec.name.encode()
-        sliced = spec.global_shape is not None or spec.start is not None
+        sliced = _is_sliced(spec)
         flags = _MUTABLE * spec.mutable | _ROW_ACCESS * spec.row_access | _SLICE * sliced
         flags |= _ONE_TILE * (spec.tile_elements is None)
         records[index] = (
@@ -98,9 +153,13 @@ def encode_tensors(tensors: Sequence[StoredTensor]) -> bytes:
         if sliced:
             dims += spec.shape if spec.global_shape is None else spec.global_shape
             dims += (0,) * len(spec.shape) if spec.start is None else spec.start
-    head = struct.pack("<QQQ", len(tensors), len(dims), len(names))
+    head = _TABLE_HEAD.pack(len(tensors), len(dims), len(names))
     body = head + records.tobytes() + np.asarray(dims, "<i8").tobytes() + bytes(names)
     return body.ljust(round_up(len(body), 8), b"\0")
+
+
+def _is_sliced(spec: TensorSpec) -> bool:
+    return spec.global_shape is not None or spec.start is not None
 
 
 def catalog_bytes(tensors_bytes: int, tiles: int, units: int, run_state_bytes: int) -> int:
@@ -219,10 +278,10 @@ def decode_catalog(
 
 
 def _decode_tensors(raw: npt.NDArray[np.uint8], geometry: Geometry, path: str) -> tuple[StoredTensor, ...]:
-    head = struct.calcsize("<QQQ")
+    head = _TABLE_HEAD.size
     if len(raw) < head:
         raise _contradiction(path, "its tensor table is cut short")
-    count, dim_count, name_bytes = struct.unpack_from("<QQQ", raw.data)
+    count, dim_count, name_bytes = _TABLE_HEAD.unpack_from(raw.data)
     if round_up(head + count * _RECORD.itemsize + 8 * dim_count + name_bytes, 8) != len(raw):
         raise _contradiction(path, "its tensor table does not add up to its length")
     dims_at = head + count * _RECORD.itemsize

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from memascend_jax.errors import StoreError
 from memascend_jax.storage.catalog import (
     Catalog,
-    catalog_bytes,
+    CatalogSize,
     decode_catalog,
     encode_catalog,
     encode_tensors,
@@ -26,6 +26,7 @@ from memascend_jax.storage.catalog import (
 from memascend_jax.storage.checksum import crc32c_array
 from memascend_jax.storage.engine import aligned_buffer
 from memascend_jax.storage.recovery import Slot
+from memascend_jax.storage.spec import TensorLayout
 from memascend_jax.storage.store_errors import StoreIOError
 from memascend_jax.storage.tile_io import TileIo
 from memascend_jax.storage.tile_table import StoredTensor, TileTable
@@ -41,6 +42,7 @@ class Committer:
         self._table = table
         self._io = io
         self._tensors: bytes | None = None
+        self._size = CatalogSize()
         #: The catalog last written or read, in whole blocks.
         self._raw = aligned_buffer(0)
         self.generation = 0
@@ -48,8 +50,20 @@ class Committer:
         self.dirty = False
         self._written_before = 0
 
-    def tensors_changed(self) -> None:
-        """Says that a tensor was declared or removed since the last commit."""
+    def check_room(self, added: Sequence[TensorLayout], removed: Sequence[TensorLayout] = ()) -> None:
+        """Raises ``StoreError`` when no catalog can hold the tensors, these too, and a run state as long as now."""
+        names = f"'{added[0].spec.name}'" + (f" and {len(added) - 1:,} more" if len(added) > 1 else "")
+        self._size_with(added, removed).check_fits(
+            self._volume.geometry.catalog_bytes,
+            len(self.run_state),
+            f"no room to declare tensor {names} in store '{self._volume.path}'",
+        )
+
+    def tensors_changed(
+        self, added: Sequence[TensorLayout] = (), removed: Sequence[TensorLayout] = ()
+    ) -> None:
+        """Says that these tensors were declared and removed since the last commit."""
+        self._size = self._size_with(added, removed)
         self._tensors = None
 
     def commit(self, run_state: bytes) -> int:
@@ -120,6 +134,7 @@ class Committer:
         self.generation, self.run_state, self.dirty = catalog.generation, catalog.run_state, catalog.dirty
         self._io.found_dirty = catalog.dirty
         self._written_before = catalog.bytes_written
+        self._size = CatalogSize.of(tensor.layout for tensor in catalog.tensors)
         self._raw = self._encode(catalog.generation, catalog.run_state)
 
     def read_slots(self) -> list[Slot]:
@@ -159,20 +174,18 @@ class Committer:
             raise
         self.generation = generation
 
+    def _size_with(self, added: Sequence[TensorLayout], removed: Sequence[TensorLayout]) -> CatalogSize:
+        return self._size.plus(CatalogSize.of(added)).plus(CatalogSize.of(removed), -1)
+
     def _encode(self, generation: int, run_state: bytes) -> npt.NDArray[np.uint8]:
         """Returns the catalog of the table as it is, in whole blocks."""
         table, geometry = self._table, self._volume.geometry
         if self._tensors is None:
             self._tensors = encode_tensors(list(table.tensors.values()))
-        total = catalog_bytes(len(self._tensors), table.tiles, table.units, len(run_state))
-        if total > geometry.catalog_bytes:
-            raise StoreError(
-                f"cannot commit to store '{self._volume.path}': the catalog of {len(table.tensors):,} tensors with "
-                f"{table.tiles:,} tiles and {len(run_state):,} bytes of run state takes {total:,} bytes, the store "
-                f"has room for {geometry.catalog_bytes:,}; use larger tiles, or create the store with more "
-                "catalog_bytes"
-            )
-        raw = aligned_buffer(round_up(total, geometry.block_bytes))
+        self._size.check_fits(
+            geometry.catalog_bytes, len(run_state), f"cannot commit to store '{self._volume.path}'"
+        )
+        raw = aligned_buffer(round_up(self._size.nbytes(len(run_state)), geometry.block_bytes))
         encode_catalog(
             raw,
             store_id=self._volume.superblock.store_id,

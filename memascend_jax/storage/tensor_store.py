@@ -371,7 +371,8 @@ class TensorStore:
         """Adds a tensor without data; it is on disk with the next ``commit``.
 
         Raises:
-            StoreError: the name is taken, the spec is bad, or the store has no room for it.
+            StoreError: the name is taken, the spec is bad, or the store has no room for the tensor or, in its
+                catalog, for what describes it. The store is as it was then.
         """
         self._io.check_writable()
         layout = TensorLayout(spec, self.block_bytes)
@@ -385,15 +386,16 @@ class TensorStore:
             self._tensor(name)
             self._io.settle_all()
             with self._io.lock:
-                self._space.free_at_commit(self._table.remove(name))
-                self._committer.tensors_changed()
+                self._take_out(self._table.tensors[name])
 
     def put(self, name: str, array: npt.ArrayLike) -> None:
         """Writes ``array`` as tensor ``name``, declared as needed; a tensor of another shape or type is replaced.
 
         Raises:
-            StoreError: no room, a read-only tensor, or an element type that no tensor is stored in.
+            StoreError: no room, a read-only tensor, or an element type that no tensor is stored in. A tensor that
+                was there is still there then.
         """
+        self._io.check_writable()
         values = np.asarray(array)
         try:
             dtype = dtype_name(values.dtype)
@@ -401,15 +403,10 @@ class TensorStore:
             raise StoreError(f"cannot put tensor '{name}': {error}") from None
         with self._io.write_lock:
             known = self._table.tensors.get(name)
-            if known is not None and (known.layout.spec.dtype, known.layout.spec.shape) != (
-                dtype,
-                values.shape,
-            ):
-                self.remove(name)
-                known = None
-            if known is None:
+            if known is None or (known.layout.spec.dtype, known.layout.spec.shape) != (dtype, values.shape):
                 tile = max(DEFAULT_TILE_BYTES // values.dtype.itemsize, 1)
-                self.declare(TensorSpec(name, dtype, values.shape, tile_elements=tile))
+                spec = TensorSpec(name, dtype, values.shape, tile_elements=tile)
+                self._put_in(TensorLayout(spec, self.block_bytes), known)
             self.write_elements(name, 0, values.reshape(-1))
 
     def get(self, name: str) -> npt.NDArray[Any]:
@@ -531,13 +528,33 @@ class TensorStore:
             raise self._io.unknown(name)
         return tensor
 
+    def _put_in(self, layout: TensorLayout, replaced: StoredTensor | None) -> None:
+        """Declares ``layout`` in place of ``replaced``, which stays when there is no room."""
+        if replaced is None:
+            with self._io.lock:
+                self._declare([layout])
+            return
+        self._io.settle_all()
+        with self._io.lock:
+            self._committer.check_room([layout], [replaced.layout])
+            (placed,) = self._space.place([layout])
+            self._take_out(replaced)
+            self._table.add(placed)
+            self._committer.tensors_changed([layout])
+
+    def _take_out(self, tensor: StoredTensor) -> None:
+        self._space.free_at_commit(self._table.remove(tensor.name))
+        self._committer.tensors_changed(removed=[tensor.layout])
+
     def _declare(self, layouts: Sequence[TensorLayout]) -> None:
         for layout in layouts:
             if layout.spec.name in self._table.tensors:
                 raise StoreError(f"tensor '{layout.spec.name}' exists already; remove it first")
+        if layouts:
+            self._committer.check_room(layouts)
         for tensor in self._space.place(layouts):
             self._table.add(tensor)
-        self._committer.tensors_changed()
+        self._committer.tensors_changed(layouts)
 
     def _begin_session(self, session: int) -> None:
         self._session = session

@@ -201,8 +201,15 @@ def test_store_is_created_with_what_was_asked(tmp_path: Path, capsys: pytest.Cap
     assert "there is one already" in capsys.readouterr().err
     assert cli.main([*create, "--capacity", "1MiB", "--speeds", "1,3", "--overwrite"]) == 0
     assert "block" not in capsys.readouterr().err
+    before = sum((tmp_path / name).stat().st_size for name in "ab")
+    larger = ["--capacity", "1MiB", "--speeds", "1,3", "--catalog-bytes", "8MiB", "--overwrite"]
+    assert cli.main([*create, *larger]) == 0
+    after = sum((tmp_path / name).stat().st_size for name in "ab")
+    assert 2 * 2 * (7 << 20) < after - before <= 2 * 2 * (8 << 20)
+    capsys.readouterr()
     for arguments, status, message in [
         (["--capacity", "1 elephant"], 2, "--capacity: expected a size"),
+        (["--catalog-bytes", "1 elephant"], 2, "--catalog-bytes: expected a size"),
         (["--weights", "2,x"], 2, "--weights: expected numbers"),
         ([], 6, "a new store needs a capacity"),
     ]:

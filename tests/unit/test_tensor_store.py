@@ -452,3 +452,66 @@ def test_spec_takes_numbers_of_any_integer_type(tmp_path: Path) -> None:
         assert store.spec("w") == TensorSpec(
             "w", "float32", (2, 2048), tile_elements=1024, global_shape=(4, 2048), start=(2, 0)
         )
+
+
+def test_tensor_that_the_catalog_has_no_room_for_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    value = np.arange(3)
+    with TensorStore.create(tmp_path, capacity="4MiB", catalog_bytes=4096, **ANY_DISK) as store:
+        put = 0
+        with pytest.raises(
+            StoreError, match=r"no room to declare tensor 't\d+' .* room for 4,096; .*catalog-bytes"
+        ):
+            for put in range(200):
+                store.put(f"t{put}", value)
+        assert 20 < put == len(store.names())
+        # The same sums as the encoding has: what was accepted can be committed.
+        assert store.commit() == 1
+        used = store.used_bytes
+        for refused in (
+            lambda: store.declare(TensorSpec("x" * 4000, "int8", (1,))),
+            lambda: store.declare(TensorSpec("many", "int8", (1 << 20,), tile_elements=4096)),
+            lambda: store.declare(TensorSpec("units", "int8", (1024, 1024), row_access=True)),
+            lambda: store.put("t0", np.zeros((1,) * 16, np.int8)),
+        ):
+            with pytest.raises(StoreError, match="no room to declare tensor"):
+                refused()
+            assert (len(store.names()), store.used_bytes) == (put, used)
+        np.testing.assert_array_equal(store.get("t0"), value)
+        store.remove("t1")
+        store.put("u1", value)
+        store.put("u1", value.astype(np.int8))
+        assert store.commit() == 2
+    with TensorStore.open(tmp_path, **ANY_DISK) as store:
+        with pytest.raises(StoreError, match="no room to declare tensor 'moremore"):
+            store.put("more" * 10, value)
+        assert len(store.names()) == put
+        assert store.verify().ok
+        with pytest.raises(
+            StoreError, match=r"cannot commit to store .* 5,000 bytes of run state .* room for 4,096"
+        ):
+            store.commit(bytes(5000))
+
+
+def test_specs_that_the_given_catalog_has_no_room_for_make_no_store(tmp_path: Path) -> None:
+    specs = [TensorSpec(f"t{index}", "int8", (1,)) for index in range(100)]
+    with pytest.raises(
+        StoreError, match=r"cannot create a store for these specs: the catalog of 100 tensors .*4,096"
+    ):
+        TensorStore.create(tmp_path / "s", specs=specs, catalog_bytes=4096, **ANY_DISK)
+    assert not (tmp_path / "s").exists()
+
+
+def test_store_full_of_the_smallest_tensors_has_room_for_their_catalog(tmp_path: Path) -> None:
+    with TensorStore.create(tmp_path, capacity="32MiB", **ANY_DISK) as store:
+        for index in range(store.capacity_bytes // (2 * 4096)):
+            store.declare(TensorSpec(f"layers.{index}.self_attn.q_proj.weight", "int8", (1,)))
+        assert store.used_bytes == store.capacity_bytes
+        assert store.commit() == 1
+
+
+def test_put_without_room_leaves_the_tensor_that_it_would_replace(tmp_path: Path) -> None:
+    with TensorStore.create(tmp_path, capacity="1MiB", **ANY_DISK) as store:
+        store.put("w", np.arange(1000))
+        with pytest.raises(StoreError, match="no room for tensor 'w'"):
+            store.put("w", np.arange(1_000_000))
+        np.testing.assert_array_equal(store.get("w"), np.arange(1000))
