@@ -77,7 +77,10 @@ def plan_store(
     if durability not in ("step", "checkpoint"):
         raise StoreError(f"durability must be 'step' or 'checkpoint', got {durability!r}")
     if len(weights) != members:
-        raise StoreError(f"{len(weights)} weights for {members} members; give one weight per path")
+        raise StoreError(
+            f"{len(weights)} weights for {members} members, got {list(weights)}; give one weight per path "
+            "(--weights 2,1)"
+        )
     if scratch_bytes < 0:
         raise StoreError(f"scratch_bytes cannot be negative, got {scratch_bytes:,}")
     if capacity is None and not layouts and scratch_bytes == 0:

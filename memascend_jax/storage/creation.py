@@ -42,7 +42,14 @@ class CreationPlan:
             raise StoreError("weights and speeds both say how members share the data; give one of them")
         if isinstance(self.weights, str) and self.weights != "measure":
             raise StoreError(f"weights must be whole numbers or 'measure', got {self.weights!r}")
-        self._geometry([device.block_device_bytes(path) for path in paths], self._given_weights(len(paths)))
+        device_bytes = [device.block_device_bytes(path) for path in paths]
+        if self.fills_devices and None in device_bytes:
+            raise StoreError(
+                f"cannot create a store at '{paths[device_bytes.index(None)]}': in a file a new store needs a capacity "
+                "(capacity=, --capacity, such as 40GiB), or the specs of the tensors it is for; without either it "
+                "takes all of its members, which must be block devices then"
+            )
+        self._geometry(device_bytes, self._given_weights(len(paths)))
 
     @property
     def fills_devices(self) -> bool:
@@ -64,7 +71,10 @@ class CreationPlan:
         """Returns the shares as far as they are known without measuring."""
         if self.speeds is not None:
             if len(self.speeds) != members:
-                raise StoreError(f"{len(self.speeds)} speeds for {members} members; give one per path")
+                raise StoreError(
+                    f"{len(self.speeds)} speeds for {members} members, got {list(self.speeds)}; give one per path "
+                    "(--speeds 7000,3500)"
+                )
             return weights_from_speeds(self.speeds)
         if self.weights is None or isinstance(self.weights, str):
             return [1] * members

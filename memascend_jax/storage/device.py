@@ -202,6 +202,8 @@ def _open_checked(path: str, status: os.stat_result | None, flags: int, direct_i
     is_block = status is not None and stat.S_ISBLK(status.st_mode)
     if status is not None and not is_block and not stat.S_ISREG(status.st_mode):
         raise StoreError(f"'{path}' is neither a regular file nor a block device; give one of these")
+    if is_block and flags & os.O_ACCMODE != os.O_RDONLY:
+        _check_writable(path)
     # Without O_CREAT, O_EXCL asks the kernel for a device that nobody has mounted or claimed.
     flags |= os.O_CLOEXEC | (os.O_EXCL if is_block else 0)
     fd, direct, notes = _open_direct(path, flags, direct_io)
@@ -220,6 +222,26 @@ def _open_checked(path: str, status: os.stat_result | None, flags: int, direct_i
             Path(path).unlink(missing_ok=True)
         raise
     return member
+
+
+def _check_writable(path: str) -> None:
+    """Refuses a read-only device: the kernel may open it for writing, and only the first write would fail."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        # Opening it for writing tells why.
+        return
+    try:
+        read_only = filesystem.is_read_only(fd)
+    finally:
+        os.close(fd)
+    if read_only:
+        raise StoreIOError(
+            f"cannot open store '{path}' for writing: the device is read-only [EROFS]; make it writable (blockdev "
+            f"--setrw {path}, or the drive's write protection), give another device, or open the store read-only",
+            errno.EROFS,
+            path,
+        )
 
 
 def _open_direct(path: str, flags: int, direct_io: DirectIo) -> tuple[int, bool, list[str]]:

@@ -33,6 +33,7 @@ COPY_ON_WRITE = frozenset({"btrfs", "bcachefs", "zfs"})
 _FS_IOC_GETFLAGS = 0x80086601
 _FS_IOC_SETFLAGS = 0x40086602
 _FS_NOCOW_FL = 0x00800000
+_BLKROGET = 0x125E
 _BLKSSZGET = 0x1268
 _BLKDISCARD = 0x1277
 _KEEP_SIZE, _PUNCH_HOLE, _ZERO_RANGE = 1, 2, 16
@@ -83,6 +84,13 @@ def sector_bytes(fd: int) -> int:
     value = bytearray(4)
     fcntl.ioctl(fd, _BLKSSZGET, value)
     return int(struct.unpack("<i", value)[0])
+
+
+def is_read_only(fd: int) -> bool:
+    """Returns whether the kernel refuses writes to a block device (``blockdev --setro``, a write-protected drive)."""
+    value = bytearray(4)
+    fcntl.ioctl(fd, _BLKROGET, value)
+    return bool(struct.unpack("<i", value)[0])
 
 
 def discard(fd: int, begin: int, end: int) -> bool:

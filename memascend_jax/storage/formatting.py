@@ -210,7 +210,7 @@ def _check_may_format(
         if not overwrite and not worthless:
             raise StoreError(
                 f"cannot create a store at '{member.path}': there is one already; open it, give another path, "
-                "or replace it for good with overwrite=True"
+                "or replace it for good with overwrite=True (--overwrite)"
             )
 
 
@@ -221,7 +221,7 @@ def _check_sector(member: Member, block_bytes: int) -> None:
     if block_bytes % sector:
         raise StoreError(
             f"'{member.path}' has sectors of {sector:,} bytes, the store's blocks are {block_bytes:,} bytes; "
-            f"create the store with block_bytes={sector} or a multiple"
+            f"create the store with block_bytes={sector} (--block-bytes {sector}) or a multiple"
         )
 
 

@@ -93,10 +93,16 @@ def plan_geometry(
 
 def check_weights(weights: Sequence[int]) -> None:
     """Raises ``StoreError`` unless there is a weight from 1 to 64 for each of 1 to 16 members."""
-    if not 1 <= len(weights) <= MAX_MEMBERS or any(not 1 <= weight <= MAX_WEIGHT for weight in weights):
+    if not 1 <= len(weights) <= MAX_MEMBERS:
         raise StoreError(
-            f"a store has 1 to {MAX_MEMBERS} members with weights from 1 to {MAX_WEIGHT}, got {list(weights)}"
+            f"a store has 1 to {MAX_MEMBERS} members, got {len(weights)}; give fewer paths, or join disks with RAID"
         )
+    for member, weight in enumerate(weights):
+        if not 1 <= weight <= MAX_WEIGHT:
+            raise StoreError(
+                f"weights {list(weights)}: members have weights from 1 to {MAX_WEIGHT}, member {member} was given "
+                f"{weight}; give each path a share in that range, and leave out a path that is to hold nothing"
+            )
 
 
 def check_block_bytes(block_bytes: int) -> None:

@@ -58,7 +58,7 @@ def test_existing_store_and_foreign_files_are_left_alone(tmp_path: Path) -> None
         store.commit()
     foreign.write_bytes(b"years of work" * 1000)
     before = digest(store_path), digest(foreign)
-    with pytest.raises(StoreError, match=r"there is one already; open it, .*overwrite=True"):
+    with pytest.raises(StoreError, match=r"there is one already; open it, .*overwrite=True \(--overwrite\)"):
         TensorStore.create(store_path, capacity="1MiB", **ANY_DISK)
     for overwrite in (False, True):
         with pytest.raises(StoreError, match=r"thesis.txt': it holds data of an unknown kind"):
@@ -679,3 +679,38 @@ def test_create_killed_while_it_erases_can_be_repeated(
     # Nothing is there that would need a word to be replaced.
     TensorStore.create(path, capacity="4MiB", **ANY_DISK).close()
     TensorStore.wipe(path)
+
+
+def test_read_only_device_is_named_before_anything_is_written(tmp_path: Path) -> None:
+    with loop_device(tmp_path / "image", 16 << 20) as device:
+        for contents in ("nothing", "a store"):
+            if contents == "a store":
+                TensorStore.create(device, capacity="1MiB").close()
+            before = digest(device)
+            subprocess.run(["blockdev", "--setro", device], check=True)
+            try:
+                for attempt in (
+                    lambda: TensorStore.create(
+                        [tmp_path / "a", device], capacity="1MiB", overwrite=True, **ANY_DISK
+                    ),
+                    lambda: TensorStore.open(device),
+                    lambda: TensorStore.wipe(device),
+                ):
+                    with pytest.raises(
+                        StoreIOError,
+                        match=rf"'{device}' for writing: the device is read-only .*blockdev --setrw",
+                    ) as caught:
+                        attempt()
+                    assert caught.value.errno == errno.EROFS
+                if contents == "a store":
+                    TensorStore.open(device, read_only=True).close()
+            finally:
+                subprocess.run(["blockdev", "--setrw", device], check=True)
+            assert digest(device) == before
+            assert [path.name for path in tmp_path.iterdir()] == ["image"]
+
+
+def test_more_members_than_a_store_can_have_are_counted(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="a store has 1 to 16 members, got 17; give fewer paths"):
+        TensorStore.create([tmp_path / str(index) for index in range(17)], capacity="1MiB", **ANY_DISK)
+    assert not list(tmp_path.iterdir())

@@ -55,7 +55,10 @@ def test_speeds_and_measured_weights_are_kept_in_the_store(tmp_path: Path) -> No
     for arguments, message in [
         ({"weights": [1, 1], "speeds": [1, 1]}, "give one of them"),
         ({"weights": "guess"}, "'measure', got 'guess'"),
-        ({"speeds": [1.0]}, "1 speeds for 2 members"),
+        ({"speeds": [1.0]}, r"1 speeds for 2 members, got \[1.0\]; give one per path"),
+        ({"weights": [1]}, r"1 weights for 2 members, got \[1\]; give one weight per path"),
+        ({"weights": [1, 0]}, r"weights \[1, 0\]: .* from 1 to 64, member 1 was given 0; give each path"),
+        ({"weights": [65, 1]}, r"weights \[65, 1\]: .* member 0 was given 65; give each path"),
     ]:
         with pytest.raises(StoreError, match=message):
             TensorStore.create([tmp_path / "c", tmp_path / "d"], capacity=1, **arguments, **ANY_DISK)
@@ -103,7 +106,8 @@ def test_devices_without_room_are_refused_with_the_numbers() -> None:
 def test_files_need_a_capacity(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="a new store needs a capacity"):
         TensorStore.create(tmp_path / "a", **ANY_DISK)
-    with loop_device(tmp_path / "image", 16 << 20) as device, pytest.raises(StoreError, match="capacity"):
+    named = rf"cannot create a store at '{tmp_path}/a': in a file a new store needs a capacity .*--capacity"
+    with loop_device(tmp_path / "image", 16 << 20) as device, pytest.raises(StoreError, match=named):
         TensorStore.create([device, tmp_path / "a"], **ANY_DISK)
     assert not (tmp_path / "a").exists()
 
