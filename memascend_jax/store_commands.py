@@ -67,8 +67,8 @@ def _add_create(verbs: Any, add: AddCommand) -> None:
         metavar="PATH",
         action="append",
         default=[],
-        help="erase whatever else is on this member, for good; once per member. Without it a device that holds anything "
-        "is refused (up to 1 GiB all of it is looked at, else both ends and 2,048 samples)",
+        help="erase whatever else is on this member, for good; once per member. Without it a device that "
+        "holds anything is refused (up to 1 GiB all of it is looked at, else both ends and 2,048 samples)",
     )
 
 
