@@ -7,7 +7,6 @@ Each check returns the keys it is about and a sentence naming them, so that a re
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from memascend_jax.config.faults import nearest
 from memascend_jax.config.schema import Config
@@ -15,11 +14,6 @@ from memascend_jax.models.hf_config import KNOWN_KEYS, config_faults
 from memascend_jax.models.shapes import LlamaConfig
 
 Finding = tuple[tuple[str, ...], str]
-
-#: Values that the configuration knows and this version cannot do. Remove an entry when the part is built.
-UNAVAILABLE: dict[str, frozenset[Any]] = {
-    "model.compute_dtype": frozenset({"float16"}),
-}
 
 
 def findings(config: Config) -> Iterator[Finding]:
@@ -32,18 +26,6 @@ def findings(config: Config) -> Iterator[Finding]:
 
 
 def _unavailable(config: Config) -> Iterator[Finding]:
-    for key, values in UNAVAILABLE.items():
-        section, name = key.split(".")
-        value = getattr(getattr(config, section), name)
-        if value in values:
-            yield (key,), f"{key}={str(value).lower()} is not available in this version"
-    if config.optimizer.groups:
-        yield ("optimizer.groups",), "optimizer.groups is not available in this version; leave it empty"
-    if config.optimizer.loss_scale is not None:
-        yield (
-            ("optimizer.loss_scale",),
-            "optimizer.loss_scale is not available in this version; use null",
-        )
     if config.offload.device_memory is not None:
         yield (
             ("offload.device_memory",),
@@ -134,15 +116,24 @@ def _offload(config: Config) -> Iterator[Finding]:
     offload, optimizer = config.offload, config.optimizer
     coupled = [
         key
-        for key, value in (("clip_norm", optimizer.clip_norm), ("loss_scale", optimizer.loss_scale))
-        if value is not None
+        for key, is_on in (
+            ("optimizer.clip_norm", optimizer.clip_norm is not None),
+            ("optimizer.loss_scale", optimizer.loss_scale is not None),
+            ("optimizer.skip_nonfinite", optimizer.skip_nonfinite),
+        )
+        if is_on
     ]
     if offload.update == "in_backward" and coupled:
-        names = " and ".join(f"optimizer.{key}" for key in coupled)
         yield (
-            ("offload.update", *(f"optimizer.{key}" for key in coupled)),
-            f"offload.update=in_backward cannot wait for {names}, which need the whole gradient; set them to"
-            " null or use offload.update=exact",
+            ("offload.update", *coupled),
+            f"offload.update=in_backward cannot wait for {' and '.join(coupled)}, which need the whole gradient"
+            " before the first update; leave them out (clip_norm: null) or use offload.update=exact",
+        )
+    if offload.update == "in_backward" and config.model.compute_dtype == "float16":
+        yield (
+            ("offload.update", "model.compute_dtype"),
+            "offload.update=in_backward does not go with model.compute_dtype=float16, where a step with an overflow"
+            " is skipped: that is known only when the last gradient is there; use offload.update=exact",
         )
     if offload.placement in ("host", "memory"):
         where = f"offload.placement={offload.placement} keeps nothing on disk"

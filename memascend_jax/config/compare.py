@@ -29,7 +29,9 @@ def changed_keys(saved: Mapping[str, Any], config: Config) -> list[str]:
     Args:
         saved: ``to_dict`` of the earlier configuration, or what was read back from ``run.dir/config.yaml``.
     """
-    old, new = _training_keys(saved), _training_keys(to_dict(config))
+    # A key that an earlier version did not have yet was as its default is.
+    old = _training_keys(to_dict(Config())) | _training_keys(saved)
+    new = _training_keys(to_dict(config))
     return [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
 
 

@@ -6,9 +6,10 @@ The defaults are the default recipe (``recipes/smollm2_135m.yaml``), which a tes
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from memascend_jax.config.values import (
     Count,
@@ -110,10 +111,20 @@ class TrainSection(Section):
     )
 
 
+def _expression(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"not a regular expression: {error}") from None
+    return text
+
+
 class ParameterGroup(Section):
     """Parameters that are trained differently from the rest."""
 
-    match: Text = Field(description="Regular expression found in the tensor's Hugging Face name.")
+    match: Annotated[Text, AfterValidator(_expression)] = Field(
+        description="Regular expression found in the tensor's Hugging Face name."
+    )
     learning_rate: NotNegative | None = Field(
         default=None, description="Peak learning rate; null: the run's."
     )
@@ -151,7 +162,14 @@ class OptimizerSection(Section):
         default="fp32", description="Form of the parameters' masters and moments on disk."
     )
     loss_scale: LossScale = Field(
-        default=None, description="Factor on the loss for float16: null (none), dynamic, or a number."
+        default=None,
+        description="Factor on the loss for float16: dynamic (halved when a gradient overflows, doubled after 2,000"
+        " good steps), a number, or null: dynamic with float16.",
+    )
+    skip_nonfinite: bool = Field(
+        default=False,
+        description="Skip and count a step whose loss or gradient is inf or nan, instead of ending the run;"
+        " with float16 always.",
     )
 
 

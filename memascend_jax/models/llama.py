@@ -33,7 +33,7 @@ class LlamaStages:
 
     Args:
         config: the model's shape.
-        compute_dtype: ``bfloat16`` or ``float32``: activations and matmul operands.
+        compute_dtype: ``bfloat16``, ``float16`` or ``float32``: activations and matmul operands.
         attention_chunk: queries whose attention scores exist at a time.
         precision: how to multiply; by default what is fastest on jax's default backend.
     """

@@ -34,14 +34,8 @@ class Precision:
     upcast_operands: bool
 
     def round(self, x: Array) -> Array:
-        """Returns ``x`` in the compute dtype, its values rounded even where XLA drops pairs of conversions.
-
-        Without ``reduce_precision`` XLA keeps the float32 value wherever it is widened again, so that
-        results would depend on what it happens to fuse.
-        """
-        if x.dtype == jnp.float32 and self.compute_dtype == jnp.bfloat16:
-            x = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
-        return x.astype(self.compute_dtype)
+        """Returns ``x`` in the compute dtype: see ``round_to``."""
+        return round_to(x, self.compute_dtype)
 
     def dot(self, a: Array, b: Array, dims: DotDims) -> Array:
         """Returns the float32 product of ``a`` and ``b``, each rounded to the compute dtype first."""
@@ -52,8 +46,36 @@ class Precision:
         return lax.dot_general(a, b, dims, precision=exact, preferred_element_type=jnp.float32)
 
 
+def round_to(x: Array, dtype: Any) -> Array:
+    """Returns ``x`` in ``dtype``, its values rounded even where XLA drops pairs of conversions.
+
+    XLA keeps the float32 value wherever it is widened again, so that results would depend on what it happens to fuse,
+    and float16 would overflow in some places only.
+    """
+    if x.dtype == jnp.float32 and dtype == jnp.bfloat16:
+        x = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+    elif x.dtype == jnp.float32 and dtype == jnp.float16:
+        x = _to_float16_values(x)
+    return x.astype(dtype)
+
+
+@jax.custom_vjp
+def _to_float16_values(x: Array) -> Array:
+    """Returns float32 ``x`` rounded to values of float16; so is its gradient, as that of ``reduce_precision`` is."""
+    # reduce_precision makes zeros of float16's denormals, which are the multiples of 2**-24 below 2**-14. The gradient
+    # of this would be zero there, for that of round is.
+    denormal = lax.round(x * 2.0**24, lax.RoundingMethod.TO_NEAREST_EVEN) * 2.0**-24
+    normal = lax.reduce_precision(x, exponent_bits=5, mantissa_bits=10)
+    return jnp.where(jnp.abs(x) < 2.0**-14, denormal, normal)
+
+
+_to_float16_values.defvjp(
+    lambda x: (_to_float16_values(x), None), lambda _, gradient: (_to_float16_values(gradient),)
+)
+
+
 def plan_precision(compute_dtype: str, platform: str | None = None) -> Precision:
-    """Returns how to compute in ``compute_dtype`` (``bfloat16`` or ``float32``) on ``platform``.
+    """Returns how to compute in ``compute_dtype`` (``bfloat16``, ``float16`` or ``float32``) on ``platform``.
 
     Args:
         compute_dtype: our name of the dtype of activations and matmul operands.
@@ -62,11 +84,14 @@ def plan_precision(compute_dtype: str, platform: str | None = None) -> Precision
     Raises:
         MachineError: another dtype.
     """
-    if compute_dtype not in ("bfloat16", "float32"):
-        raise MachineError(f"cannot compute in {compute_dtype!r}: expected 'bfloat16' or 'float32'")
-    platform = platform or jax.default_backend()
-    narrow = compute_dtype == "bfloat16"
-    return Precision(jnp.dtype(compute_dtype), narrow and platform == "cpu" and not _cpu_multiplies_bf16())
+    if compute_dtype not in ("bfloat16", "float16", "float32"):
+        raise MachineError(
+            f"cannot compute in {compute_dtype!r}: expected 'bfloat16', 'float16' or 'float32'"
+        )
+    on_cpu = (platform or jax.default_backend()) == "cpu"
+    # Of float16 XLA has no products on a processor that would be faster.
+    slow = compute_dtype == "float16" or (compute_dtype == "bfloat16" and not _cpu_multiplies_bf16())
+    return Precision(jnp.dtype(compute_dtype), on_cpu and slow)
 
 
 def _cpu_multiplies_bf16() -> bool:

@@ -40,7 +40,7 @@ class UpdateScale:
     Attributes:
         count: number of this update, from 1.
         learning_rate: the schedule's value for it.
-        grad_scale: factor on every gradient: the clip's, 1.0 for none.
+        grad_scale: factor on every gradient: the clip's over the loss scale, 1.0 for none.
     """
 
     count: int

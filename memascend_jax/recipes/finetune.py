@@ -208,7 +208,9 @@ def _set_up(job: Run, stack: ExitStack, wait_for_memory: Callable[[], None]) -> 
             job.screen.say(note)
     if job.resumed:
         job.screen.say(f"going on from step {job.state.step} of {job.total_steps}")
-    session = stack.enter_context(open_session(job.config, job.plan, arena, store, job.total_steps))
+    session = stack.enter_context(
+        open_session(job.config, job.plan, arena, store, job.total_steps, job.state.scale_state())
+    )
     job.screen.say(arena.describe())
     meter.use_gauges(build_gauges(session))
     stack.callback(meter.use_gauges, dict)
@@ -226,6 +228,7 @@ def _set_up(job: Run, stack: ExitStack, wait_for_memory: Callable[[], None]) -> 
         metrics,
         planned_host_bytes=job.plan.memory.total_bytes,
         pinned_bytes=job.plan.arena_bytes,
+        warn=lambda text: job.screen.say(f"warning: {text}"),
     )
     return session, trainer
 

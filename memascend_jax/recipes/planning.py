@@ -12,8 +12,10 @@ from pathlib import Path
 from memascend_jax.config import Config, store_paths
 from memascend_jax.errors import BudgetError
 from memascend_jax.memory.meter import memory_room, take_sample
-from memascend_jax.models.shapes import LlamaConfig
+from memascend_jax.models.shapes import LlamaConfig, tensor_shapes
+from memascend_jax.optim.loss_scale import ScalePolicy, scale_policy
 from memascend_jax.optim.state_format import StateFormat, state_format
+from memascend_jax.recipes.parameter_groups import tensor_settings
 from memascend_jax.recipes.run_folder import nearest_existing
 from memascend_jax.storage.device import block_device_bytes, resolve_paths
 from memascend_jax.training.plan import CHOICES, RunPlan, Workload, plan_run
@@ -52,7 +54,10 @@ def plan_config(
 
     Raises:
         BudgetError: the run does not fit the memory it was given.
+        ConfigError: a parameter group decides about no parameter of the model.
     """
+    # Here, because every command plans before it writes anything.
+    tensor_settings(config.optimizer, tensor_shapes(shape))
     choices = [replace(depths, tile_elements=tile_elements or depths.tile_elements) for depths in CHOICES]
     return plan_run(
         shape,
@@ -81,9 +86,19 @@ def workload_of(config: Config, n_examples: int = 0) -> Workload:
 
 def updates_in_backward(config: Config) -> bool:
     """Returns whether layers are updated in the backward: by default where nothing needs the whole gradient first."""
-    optimizer, asked = config.optimizer, config.offload.update
-    free = optimizer.clip_norm is None and optimizer.loss_scale is None
+    asked = config.offload.update
+    free = config.optimizer.clip_norm is None and not scale_policy_of(config).skips
     return free if asked == "plan" else asked == "in_backward"
+
+
+def scale_policy_of(config: Config) -> ScalePolicy:
+    """Returns the loss scale, and whether steps that are not finite are skipped."""
+    optimizer = config.optimizer
+    return scale_policy(
+        optimizer.loss_scale,
+        float16=config.model.compute_dtype == "float16",
+        skip_nonfinite=optimizer.skip_nonfinite,
+    )
 
 
 def state_format_of(config: Config) -> StateFormat:

@@ -14,7 +14,10 @@ from memascend_jax.models.llama import LlamaStages
 from memascend_jax.observe import trace
 from memascend_jax.observe.step_clock import StepClock
 from memascend_jax.optim.adamw import AdamW
+from memascend_jax.optim.loss_scale import ScaleState
 from memascend_jax.optim.schedules import build_schedule
+from memascend_jax.recipes.parameter_groups import tensor_settings
+from memascend_jax.recipes.planning import scale_policy_of
 from memascend_jax.storage.tensor_store import TensorStore
 from memascend_jax.training.forward_backward import StreamedModel
 from memascend_jax.training.host_placement import HostPlacement
@@ -27,7 +30,7 @@ from memascend_jax.training.stage_functions import StageFunctions
 from memascend_jax.training.stage_inputs import StageInputs, make_inputs
 from memascend_jax.training.step import TrainStep
 from memascend_jax.training.trace_stages import trace_stages
-from memascend_jax.training.update import Updater, decayed_tensors
+from memascend_jax.training.update import Updater
 from memascend_jax.transfer import Transfer, make_transfer
 
 
@@ -54,9 +57,18 @@ def open_arena(plan: RunPlan) -> Iterator[PinnedArena]:
 
 @contextmanager
 def open_session(
-    config: Config, plan: RunPlan, arena: PinnedArena, store: TensorStore | None, total_steps: int
+    config: Config,
+    plan: RunPlan,
+    arena: PinnedArena,
+    store: TensorStore | None,
+    total_steps: int,
+    scaling: ScaleState | None = None,
 ) -> Iterator[Session]:
-    """Builds placement, compiled model and optimizer on an arena and a store that the caller owns."""
+    """Builds placement, compiled model and optimizer on an arena and a store that the caller owns.
+
+    Args:
+        scaling: the loss scale and counters that a resumed run goes on with.
+    """
     import jax
 
     clock = StepClock()
@@ -70,7 +82,7 @@ def open_session(
         yield Session(
             placement,
             model,
-            _build_step(config, plan, model, placement, rows, total_steps),
+            _build_step(config, plan, model, placement, rows, total_steps, scaling),
             clock,
             arena,
             pool,
@@ -129,6 +141,7 @@ def _build_step(
     placement: Placement,
     rows: RowsAhead,
     total_steps: int,
+    scaling: ScaleState | None,
 ) -> TrainStep:
     optimizer = config.optimizer
     hyper = AdamW(b1=optimizer.b1, b2=optimizer.b2, eps=optimizer.eps)
@@ -136,7 +149,7 @@ def _build_step(
         plan.layout,
         placement,
         hyper,
-        decayed_tensors(plan.layout, optimizer.weight_decay),
+        tensor_settings(optimizer, plan.layout.tensors),
         rows,
         seed=config.train.seed,
     )
@@ -146,4 +159,12 @@ def _build_step(
         warmup_steps=optimizer.warmup_steps,
         total_steps=total_steps,
     )
-    return TrainStep(model, updater, schedule, optimizer.clip_norm, in_backward=plan.depths.early_update)
+    return TrainStep(
+        model,
+        updater,
+        schedule,
+        optimizer.clip_norm,
+        policy=scale_policy_of(config),
+        scaling=scaling,
+        in_backward=plan.depths.early_update,
+    )

@@ -91,6 +91,8 @@ class StreamedModel:
         micro_batches: Sequence[Microbatch],
         rows: BatchRows,
         before_backward: Callable[[], None] = lambda: None,
+        *,
+        loss_scale: float = 1.0,
     ) -> tuple[float, StepGradients]:
         """Returns the mean loss over the trained tokens of the step, and its gradients, put away.
 
@@ -99,9 +101,10 @@ class StreamedModel:
         Args:
             rows: of these micro-batches; the gradients have a row for each of ``rows.rows``.
             before_backward: called when the forward is done, before the first gradient is put away.
+            loss_scale: factor on the gradients, and not on the loss that is returned.
         """
         n_trained = sum(float(micro_batch.weights.sum()) for micro_batch in micro_batches)
-        scale = self.functions.put(np.asarray(1.0 / n_trained, np.float32))
+        scale = self.functions.put(np.asarray(loss_scale / n_trained, np.float32))
         gradients = StepGradients(self.placement)
         with self._prefetcher(self._training, self._training_actions) as stages:
             batches, xs = self._embed(micro_batches, rows)

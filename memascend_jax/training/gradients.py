@@ -70,15 +70,24 @@ class StepGradients:
         Raises:
             NonfiniteError: names the tensors whose gradient is inf or nan.
         """
-        squares = {
-            name: sum(float(np.asarray(partial).reshape(())) for partial in self.partials[name])
-            for name in sorted(self.partials)
-        }
-        faulty = [name for name, square in squares.items() if not math.isfinite(square)]
-        if faulty:
-            shown = ", ".join(faulty[:4]) + (f" and {len(faulty) - 4} more" if len(faulty) > 4 else "")
+        squares = {name: self._square(name) for name in sorted(self.partials)}
+        if not all(math.isfinite(square) for square in squares.values()):
             raise NonfiniteError(
-                f"the gradient of {shown} is not finite ({len(faulty)} of {len(squares)} tensors); nothing of "
-                "this step was applied. Lower optimizer.learning_rate, or look at the batch that this step trained on."
+                f"{self.why_nonfinite()}; nothing of this step was applied. "
+                "Lower optimizer.learning_rate, or look at the batch that this step trained on."
             )
         return math.sqrt(sum(squares.values()))
+
+    def why_nonfinite(self) -> str | None:
+        """Returns which gradients are inf or nan, or None.
+
+        In the order of the backward: from the first that overflowed, all that were computed of it have it.
+        """
+        faulty = [name for name in self.partials if not math.isfinite(self._square(name))]
+        if not faulty:
+            return None
+        shown = ", ".join(faulty[:4]) + (f" and {len(faulty) - 4} more" if len(faulty) > 4 else "")
+        return f"the gradient of {shown} is not finite ({len(faulty)} of {len(self.partials)} tensors)"
+
+    def _square(self, name: str) -> float:
+        return sum(float(np.asarray(partial).reshape(())) for partial in self.partials[name])

@@ -47,7 +47,11 @@ class StepData:
 
 
 class Trainer:
-    """Runs steps from a committed state and commits each one."""
+    """Runs steps from a committed state and commits each one.
+
+    Args:
+        warn: told of each step that was skipped, and why.
+    """
 
     def __init__(
         self,
@@ -60,7 +64,9 @@ class Trainer:
         *,
         planned_host_bytes: int,
         pinned_bytes: int,
+        warn: Callable[[str], None],
     ) -> None:
+        self._warn = warn
         self.model = model
         self.placement = placement
         self._train_step = train_step
@@ -115,7 +121,9 @@ class Trainer:
             }
             if step == 1:
                 extra["loss_first"] = result.loss
-            state = state.after(step, self._metrics.write(line), result.tokens, **extra)
+            if result.skipped is not None:
+                self._warn(result.skipped)
+            state = state.after(step, self._metrics.write(line), result.tokens, result.scaling, **extra)
             self.placement.begin_commit(state.encode())
             trace.phase(None)
             on_line(line)
@@ -143,8 +151,8 @@ class Trainer:
             "loss": result.loss,
             "learning_rate": result.learning_rate,
             "grad_norm": result.grad_norm,
-            "loss_scale": 1.0,
-            "skipped_steps": 0,
+            "loss_scale": result.loss_scale,
+            "skipped_steps": result.scaling.skipped_steps,
             "tokens": result.tokens,
             **self._clock.lap(),
             **self._moved_bytes(result.io_bytes),

@@ -77,6 +77,9 @@ class MemoryPlacement:
     def cancel_update(self) -> None:
         pass
 
+    def drop_gradients(self) -> None:
+        pass
+
     def prepare_update(self) -> None:
         pass
 

@@ -79,6 +79,9 @@ class Placement(Protocol):
     def cancel_update(self) -> None:
         """Gives up an early update, of which nothing may be committed."""
 
+    def drop_gradients(self) -> None:
+        """Forgets the gradients that were put away, instead of an update: the state stays as it is."""
+
     def prepare_update(self) -> None:
         """Waits until the state that the next update starts from is whole."""
 

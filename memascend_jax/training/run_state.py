@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from memascend_jax.errors import StoreError
+from memascend_jax.optim.loss_scale import ScaleState
 
 SCHEMA = 1
 
@@ -17,8 +18,8 @@ SCHEMA = 1
 class RunState:
     """The state of a run after ``step`` steps.
 
-    The data position, the schedule and the optimizer's count are functions of the step and the config, so the step
-    is all that is kept of them.
+    The data position and the schedule are functions of the step and the config, so the step is all that is kept of
+    them; the optimizer's count is the step less the skipped ones.
 
     Attributes:
         step: steps done; 0 after initialisation.
@@ -26,6 +27,7 @@ class RunState:
         tile_elements: the plan's tile size, which the store's tensors are cut by.
         metrics_bytes: length of the metrics file that belongs to this step.
         tokens: trained tokens so far.
+        scaling: the loss scale and the counters of skipped steps, as ``ScaleState`` has them; empty before a step.
         results: figures that the summary needs from before an interruption, such as ``eval_loss_before``.
     """
 
@@ -34,22 +36,30 @@ class RunState:
     tile_elements: int
     metrics_bytes: int = 0
     tokens: int = 0
+    scaling: Mapping[str, Any] = field(default_factory=dict)
     results: Mapping[str, Any] = field(default_factory=dict)
     schema: int = SCHEMA
 
-    def after(self, step: int, metrics_bytes: int, trained_tokens: int, **results: Any) -> RunState:
+    def after(
+        self, step: int, metrics_bytes: int, trained_tokens: int, scaling: ScaleState, **results: Any
+    ) -> RunState:
         """Returns the state after one more step."""
         return replace(
             self,
             step=step,
             metrics_bytes=metrics_bytes,
             tokens=self.tokens + trained_tokens,
+            scaling=asdict(scaling),
             results={**self.results, **results},
         )
 
     def with_results(self, **results: Any) -> RunState:
         """Returns the same state with more results."""
         return replace(self, results={**self.results, **results})
+
+    def scale_state(self) -> ScaleState | None:
+        """Returns what ``scaling`` holds, or None."""
+        return ScaleState(**self.scaling) if self.scaling else None
 
     def encode(self) -> bytes:
         """Returns the bytes that ``decode`` reads."""

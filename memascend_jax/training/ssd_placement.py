@@ -142,6 +142,10 @@ class SsdPlacement:
             self._early = self._updating = None
             self._update.give_up()
 
+    def drop_gradients(self) -> None:
+        # The next step's are written to the same places.
+        self._finish_spooling()
+
     def prepare_update(self) -> None:
         if self._early is None:
             # What the last committed generation does not use may only be overwritten once a newer one is committed.
@@ -149,9 +153,7 @@ class SsdPlacement:
 
     def begin_update(self, skip_gradient: frozenset[str], apply: Callable[[LoadedGroup], None]) -> None:
         self.prepare_update()
-        with self._clock.span("ssd_write_wait"):
-            while self._spooling:
-                reap(self._spooling)
+        self._finish_spooling()
         if self._early is None:
             self._updating = self._update.start()
         self._early = None
@@ -205,6 +207,11 @@ class SsdPlacement:
             while self._spooling:
                 reap(self._spooling)
             self._host.close()
+
+    def _finish_spooling(self) -> None:
+        with self._clock.span("ssd_write_wait"):
+            while self._spooling:
+                reap(self._spooling)
 
     def _lease_spool_slot(self) -> Lease:
         while self._spooling and self._spooling[0][0].done():

@@ -16,6 +16,7 @@ from jax.sharding import SingleDeviceSharding
 from numpy.typing import NDArray
 
 from memascend_jax.models.llama import LlamaStages
+from memascend_jax.models.matmul import round_to
 
 Arrays = dict[str, jax.Array]
 
@@ -84,7 +85,7 @@ class StageFunctions:
         return dx, self._rounded(grads) if last else grads
 
     def _rounded(self, grads: Arrays) -> tuple[Arrays, jax.Array]:
-        rounded = {name: grad.astype(self._grad_dtype) for name, grad in grads.items()}
+        rounded = {name: round_to(grad, self._grad_dtype) for name, grad in grads.items()}
         return rounded, jnp.stack([_norm_squared(rounded[name]) for name in sorted(rounded)])
 
     def _head_backward(
@@ -130,13 +131,13 @@ class StageFunctions:
             taken = dw[jnp.where(inside, local, 0)]
             table_rows = table_rows + jnp.where(inside[:, None], taken, 0.0)
             dw = dw.at[jnp.where(inside, local, dw.shape[0])].set(0.0, mode="drop")
-        rounded = dw.astype(self._grad_dtype)
+        rounded = round_to(dw, self._grad_dtype)
         return rounded, _norm_squared(rounded), table_rows
 
     def _finish_rows(self, embedded: jax.Array, table_rows: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """Returns the rounded gradient of the batch's embedding rows, ``[capacity, hidden]``, and its norm²."""
         total = embedded if table_rows is None else embedded + table_rows
-        rounded = total.astype(self._grad_dtype)
+        rounded = round_to(total, self._grad_dtype)
         return rounded, _norm_squared(rounded)
 
 

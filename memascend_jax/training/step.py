@@ -11,9 +11,13 @@ from memascend_jax.data.packing import Microbatch
 from memascend_jax.errors import NonfiniteError
 from memascend_jax.observe import trace
 from memascend_jax.optim.adamw import UpdateScale
-from memascend_jax.training.batch_rows import collect_rows
+from memascend_jax.optim.loss_scale import MOST_SKIPPED_IN_A_ROW, ScalePolicy, ScaleState, first_scale
+from memascend_jax.training.batch_rows import BatchRows, collect_rows
 from memascend_jax.training.forward_backward import StreamedModel
+from memascend_jax.training.gradients import StepGradients
 from memascend_jax.training.update import Updater, clip_scale
+
+_REMEDY = "Lower optimizer.learning_rate, or look at the batch that this step trained on."
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +26,14 @@ class StepResult:
 
     Attributes:
         step: number of the step, from 1.
-        loss: mean over the trained tokens, before the update.
-        grad_norm: global norm of the rounded gradients before clipping.
+        loss: mean over the trained tokens, before the update; without the loss scale.
+        grad_norm: global norm of the rounded gradients before clipping, without the loss scale; inf if it was skipped.
         tokens: trained tokens.
         io_bytes: read from and written to SSD before the update of this step began, of which a reading ahead would
             otherwise count here or there by chance.
+        loss_scale: factor that the loss of this step had.
+        scaling: the loss scale and the counters after this step.
+        skipped: why nothing was updated, or None.
     """
 
     step: int
@@ -35,10 +42,20 @@ class StepResult:
     grad_norm: float
     tokens: int
     io_bytes: tuple[int, int]
+    loss_scale: float
+    scaling: ScaleState
+    skipped: str | None = None
 
 
 class TrainStep:
-    """Runs steps; everything it needs is given once."""
+    """Runs steps; everything it needs is given once.
+
+    Args:
+        clip_norm: largest global norm of the gradient, or None.
+        policy: what the loss is multiplied by, and whether steps that are not finite are skipped.
+        scaling: the scale and counters that an earlier run left.
+        in_backward: layers are updated in the backward: nothing may need the whole gradient first.
+    """
 
     def __init__(
         self,
@@ -47,6 +64,8 @@ class TrainStep:
         schedule: Callable[[int], float],
         clip_norm: float | None,
         *,
+        policy: ScalePolicy,
+        scaling: ScaleState | None = None,
         in_backward: bool = False,
     ) -> None:
         self._in_backward = in_backward
@@ -54,37 +73,86 @@ class TrainStep:
         self._updater = updater
         self._schedule = schedule
         self._clip_norm = clip_norm
+        self._policy = policy
+        self.scaling = first_scale(policy, scaling)
 
     def __call__(
         self, step: int, micro_batches: Sequence[Microbatch], following: Sequence[Microbatch]
     ) -> StepResult:
         """Trains step ``step`` (from 1) on ``micro_batches``; the caller commits.
 
-        The update has begun when this returns; whatever needs its results waits for it.
+        The update has begun when this returns; whatever needs its results waits for it. A step that is skipped has
+        changed nothing but ``scaling``.
 
         Args:
             following: what the next step will train on: its embedding rows are updated first.
 
         Raises:
-            NonfiniteError: the loss or a gradient is inf or nan; nothing was updated.
+            NonfiniteError: the loss or a gradient is inf or nan, and such steps are not skipped, or too many in a row
+                were; nothing was updated.
         """
         trace.phase("forward")
         rows = collect_rows(micro_batches, self._model.layout.config.vocab_size, following)
         learning_rate = self._schedule(step - 1)
+        loss_scale = self.scaling.value
 
         def before_backward() -> None:
             if self._in_backward:
-                self._updater.begin_early(UpdateScale(step, learning_rate, 1.0))
+                self._updater.begin_early(self._update_scale(step, learning_rate, 1.0))
 
-        loss, gradients = self._model.loss_and_gradients(micro_batches, rows, before_backward)
+        loss, gradients = self._model.loss_and_gradients(
+            micro_batches, rows, before_backward, loss_scale=loss_scale
+        )
+        why = _why_nonfinite(loss, gradients) if self._policy.skips else None
+        if why is None:
+            norm, moved = self._begin_update(step, learning_rate, loss, gradients, rows)
+            self.scaling = self.scaling.after_good_step(self._policy)
+        else:
+            norm, moved = math.inf, self._updater.io_bytes()
+            why = self._skip(step, why)
+        tokens = sum(int(micro_batch.weights.sum()) for micro_batch in micro_batches)
+        return StepResult(
+            step, loss, learning_rate, norm, tokens, moved, loss_scale, self.scaling, skipped=why
+        )
+
+    def _update_scale(self, step: int, learning_rate: float, grad_scale: float) -> UpdateScale:
+        return UpdateScale(step - self.scaling.skipped_steps, learning_rate, grad_scale)
+
+    def _begin_update(
+        self, step: int, learning_rate: float, loss: float, gradients: StepGradients, rows: BatchRows
+    ) -> tuple[float, tuple[int, int]]:
+        """Returns the norm, and the bytes moved before the update."""
         if not math.isfinite(loss):
             raise NonfiniteError(
-                f"the loss of step {step} is {loss}; nothing of this step was applied. "
-                "Lower optimizer.learning_rate, or look at the batch that this step trained on."
+                f"the loss of step {step} is {loss}; nothing of this step was applied. {_REMEDY}"
             )
-        norm = gradients.global_norm()
-        scale = UpdateScale(step, learning_rate, clip_scale(norm, self._clip_norm))
+        loss_scale = self.scaling.value
+        norm = gradients.global_norm() / loss_scale
+        grad_scale = clip_scale(norm, self._clip_norm) / loss_scale
         moved = self._updater.io_bytes()
-        self._updater.begin(gradients, scale, rows.ahead)
-        tokens = sum(int(micro_batch.weights.sum()) for micro_batch in micro_batches)
-        return StepResult(step, loss, learning_rate, norm, tokens, moved)
+        self._updater.begin(gradients, self._update_scale(step, learning_rate, grad_scale), rows.ahead)
+        return norm, moved
+
+    def _skip(self, step: int, why: str) -> str:
+        """Leaves the state as it is and returns the sentence that says so."""
+        self._updater.skip()
+        before, self.scaling = self.scaling, self.scaling.after_skipped_step(self._policy)
+        if self.scaling.skipped_in_a_row > MOST_SKIPPED_IN_A_ROW:
+            raise NonfiniteError(
+                f"{why}; {MOST_SKIPPED_IN_A_ROW} steps before step {step} were skipped for the same reason, so it is "
+                f"not the batch; nothing of this step was applied. {_REMEDY}"
+            )
+        scale = ""
+        if before.value != 1.0 or self._policy.dynamic:
+            scale = f" at loss scale {before.value:,g}"
+            if self.scaling.value != before.value:
+                scale += f", which is {self.scaling.value:,g} from now on"
+        return f"step {step} is skipped: {why}{scale} (skipped so far: {self.scaling.skipped_steps:,})"
+
+
+def _why_nonfinite(loss: float, gradients: StepGradients) -> str | None:
+    """Returns what of a step is inf or nan, or None."""
+    why = gradients.why_nonfinite()
+    if math.isfinite(loss):
+        return why
+    return f"the loss is {loss}" + (f", {why}" if why else "")

@@ -8,6 +8,7 @@ turn comes last, from the same state and gradients, with the same result.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,21 +28,29 @@ from memascend_jax.training.rows_ahead import RowsAhead
 _ROWS_BYTES = 2 << 20
 
 
-def decayed_tensors(layout: ModelLayout, weight_decay: float) -> dict[str, float]:
-    """Returns each parameter's weight decay: norms and other vectors are not decayed."""
-    return {tensor.name: weight_decay if len(tensor.shape) > 1 else 0.0 for tensor in layout.tensors}
-
-
 def clip_scale(norm: float, clip_norm: float | None) -> float:
     """Returns the factor that brings a gradient of global norm ``norm`` to at most ``clip_norm``."""
     return clip_norm / norm if clip_norm is not None and norm > clip_norm else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSettings:
+    """How one parameter is trained.
+
+    Attributes:
+        weight_decay: decoupled, multiplied by the learning rate.
+        learning_rate_factor: factor on the learning rate of the run.
+    """
+
+    weight_decay: float
+    learning_rate_factor: float = 1.0
 
 
 class Updater:
     """Applies AdamW to every parameter from the gradients of a step.
 
     Args:
-        weight_decay: of each parameter.
+        settings: of each parameter.
         rows: takes the embedding rows that are updated ahead.
         seed: of what stochastic rounding draws.
     """
@@ -51,7 +60,7 @@ class Updater:
         layout: ModelLayout,
         placement: Placement,
         hyper: AdamW,
-        weight_decay: Mapping[str, float],
+        settings: Mapping[str, TensorSettings],
         rows: RowsAhead,
         *,
         seed: int = 0,
@@ -61,7 +70,7 @@ class Updater:
         self._layout = layout
         self._placement = placement
         self._hyper = hyper
-        self._weight_decay = weight_decay
+        self._settings = settings
 
     def io_bytes(self) -> tuple[int, int]:
         """Returns the bytes read from and written to SSD up to now."""
@@ -70,6 +79,10 @@ class Updater:
     def begin_early(self, scale: UpdateScale) -> None:
         """Starts the update in the backward: a layer is updated as soon as its gradients are there."""
         self._placement.begin_early_update(self._tile_update(None, scale))
+
+    def skip(self) -> None:
+        """Ends a step without an update: not a bit of the state changes, and rows that are kept stay right."""
+        self._placement.drop_gradients()
 
     def begin(self, gradients: StepGradients, scale: UpdateScale, rows_ahead: NDArray[np.int64]) -> None:
         """Starts the update of all parameters, masters and moments.
@@ -152,13 +165,15 @@ class Updater:
         )
 
     def _update(self, tensor: str, memory: TileMemory, scale: UpdateScale, draws: Draws) -> None:
+        settings = self._settings[tensor]
+        factor = settings.learning_rate_factor
         update_tile(
             self._layout.format,
             memory,
             self._hyper,
-            scale,
+            scale if factor == 1.0 else replace(scale, learning_rate=scale.learning_rate * factor),
             draws,
-            weight_decay=self._weight_decay[tensor],
+            weight_decay=settings.weight_decay,
         )
 
     def _overlay_rows(self, loaded: LoadedGroup, piece: UpdatePiece, gradient: RowGradient) -> None:

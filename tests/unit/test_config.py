@@ -56,6 +56,7 @@ PROMISED_KEYS = [
     "optimizer.clip_norm",
     "optimizer.state_format",
     "optimizer.loss_scale",
+    "optimizer.skip_nonfinite",
     "offload.store",
     "offload.host_memory",
     "offload.device_memory",
@@ -297,6 +298,20 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
         (["train.eval_every=2", "data.eval_fraction=0"], "train.eval_every needs held-out data"),
         (["optimizer.loss_scale=dynamic"], "optimizer.loss_scale is for model.compute_dtype=float16"),
         (["offload.update=in_backward"], "cannot wait for optimizer.clip_norm"),
+        (
+            ["offload.update=in_backward", "optimizer.clip_norm=null", "optimizer.skip_nonfinite=true"],
+            "cannot wait for optimizer.skip_nonfinite",
+        ),
+        (
+            ["offload.update=in_backward", "optimizer.clip_norm=null", "model.compute_dtype=float16"],
+            "in_backward does not go with model.compute_dtype=float16",
+        ),
+        (
+            ["model.compute_dtype=float16", "optimizer.state_format=split"],
+            "model.compute_dtype=float16 needs optimizer.state_format=fp32",
+        ),
+        (["optimizer.groups=[{match: '['}]"], "not a regular expression"),
+        (["optimizer.groups=[{match: norm, frozen: true}]"], "unknown key 'optimizer.groups[0].frozen'"),
         (["offload.store=[a, a]"], "names 'a' twice"),
     ],
 )
@@ -307,8 +322,6 @@ def test_contradictions_name_the_keys(overrides: list[str], expected: str) -> No
 @pytest.mark.parametrize(
     "override",
     [
-        "model.compute_dtype=float16",
-        "optimizer.groups=[{match: norm, weight_decay: 0}]",
         "offload.device_memory=8GiB",
         "checkpoint.every=5",
     ],
@@ -398,3 +411,17 @@ def test_a_run_without_a_store_cannot_be_asked_for_what_only_a_store_gives(
     told = faults_of(overrides=(asked, f"offload.placement={placement}"))
     assert asked in told
     assert f"offload.placement={placement} keeps nothing on disk" in told
+
+
+def test_a_key_that_an_earlier_version_did_not_have_counts_as_its_default() -> None:
+    saved = to_dict(load_config())
+    del saved["optimizer"]["skip_nonfinite"]
+    assert changed_keys(saved, load_config()) == []
+    changed = load_config(overrides=["optimizer.skip_nonfinite=true"])
+    assert changed_keys(saved, changed) == ["optimizer.skip_nonfinite"]
+
+
+def test_groups_are_read_back_and_compared() -> None:
+    config = load_config(overrides=["optimizer.groups=[{match: norm, weight_decay: 0}, {match: up}]"])
+    assert changed_keys(to_dict(config), config) == []
+    assert changed_keys(to_dict(load_config()), config) == ["optimizer.groups"]

@@ -197,5 +197,5 @@ def test_layers_of_one_shape_share_an_executable():
 
 
 def test_an_unknown_compute_dtype_is_refused():
-    with pytest.raises(MachineError, match=r"'float16'.*expected 'bfloat16' or 'float32'"):
-        plan_precision("float16")
+    with pytest.raises(MachineError, match=r"'float64'.*expected 'bfloat16', 'float16' or 'float32'"):
+        plan_precision("float64")
