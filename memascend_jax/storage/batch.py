@@ -15,6 +15,7 @@ import numpy.typing as npt
 from memascend_jax.errors import StoreError
 from memascend_jax.storage.layout import Int64Array
 from memascend_jax.storage.tile_table import StoredTensor
+from memascend_jax.storage.whole_number import ANY_SIZE, whole_number
 from memascend_jax.units import round_up
 
 if TYPE_CHECKING:
@@ -93,6 +94,8 @@ class Batch:
         tensor = self._tensors.get(name)
         if tensor is None:
             raise self._io.unknown(name)
+        if tile.__class__ is not int:
+            tile = whole_number(tile, f"the tile to write of tensor '{name}'", ANY_SIZE)
         if not 0 <= tile < tensor.layout.tiles:
             raise StoreError(
                 f"cannot write tile {tile} of tensor '{name}': it has tiles 0 to {tensor.layout.tiles - 1}"
@@ -160,6 +163,9 @@ class Batch:
 def checked_span(tensor: StoredTensor, start: int, count: int | None) -> Span:
     """Returns the span of ``count`` elements from ``start``; raises ``StoreError`` when they are out of range."""
     layout = tensor.layout
+    start = whole_number(start, f"the first element to read of tensor '{tensor.name}'", ANY_SIZE)
+    if count is not None:
+        count = whole_number(count, f"the number of elements to read of tensor '{tensor.name}'", ANY_SIZE)
     elements = layout.elements - start if count is None else count
     if start < 0 or elements < 0 or start + elements > layout.elements:
         raise out_of_range(tensor, start, elements)

@@ -16,6 +16,7 @@ from memascend_jax.storage.layout import (
 )
 from memascend_jax.storage.spec import TensorLayout, TensorSpec, layouts_of
 from memascend_jax.storage.superblock import Durability
+from memascend_jax.storage.whole_number import whole_number
 from memascend_jax.units import KIB, MIB, parse_bytes, round_up
 
 #: Room in every catalog for the run state and for tensors declared later.
@@ -81,8 +82,7 @@ def plan_store(
             f"{len(weights)} weights for {members} members, got {list(weights)}; give one weight per path "
             "(--weights 2,1)"
         )
-    if scratch_bytes < 0:
-        raise StoreError(f"scratch_bytes cannot be negative, got {scratch_bytes:,}")
+    scratch_bytes = whole_number(scratch_bytes, "scratch_bytes")
     if capacity is None and not layouts and scratch_bytes == 0:
         raise StoreError(
             "a new store needs a capacity, or the specs of the tensors it is for; only on block devices is it as "
@@ -153,7 +153,9 @@ def _catalog_room(layouts: Sequence[TensorLayout], capacity: int, exact: bool) -
 
 
 def _parsed(capacity: int | str) -> int:
+    if not isinstance(capacity, str):
+        return whole_number(capacity, "capacity", least=1)
     try:
-        return parse_bytes(capacity)
+        return whole_number(parse_bytes(capacity), "capacity", least=1)
     except ValueError as error:
         raise StoreError(f"capacity: {error}") from None

@@ -18,6 +18,7 @@ from memascend_jax.storage.spec import TensorLayout
 from memascend_jax.storage.speed import measure_speed
 from memascend_jax.storage.superblock import Durability
 from memascend_jax.storage.weights import weights_from_speeds
+from memascend_jax.storage.whole_number import listed
 
 Weights = Sequence[int] | Literal["measure"]
 _log = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ class CreationPlan:
     def _given_weights(self, members: int) -> Sequence[int]:
         """Returns the shares as far as they are known without measuring."""
         if self.speeds is not None:
+            listed(self.speeds, "speeds", "one number per path")
             if len(self.speeds) != members:
                 raise StoreError(
                     f"{len(self.speeds)} speeds for {members} members, got {list(self.speeds)}; give one per path "
@@ -78,7 +80,7 @@ class CreationPlan:
             return weights_from_speeds(self.speeds)
         if self.weights is None or isinstance(self.weights, str):
             return [1] * members
-        return self.weights
+        return listed(self.weights, "weights", "one whole number per path")
 
     def _geometry(self, device_bytes: Sequence[int | None], weights: Sequence[int]) -> Geometry:
         """Returns the geometry; without capacity or contents the store fills its devices."""

@@ -22,6 +22,7 @@ from memascend_jax.storage import blankness, filesystem, signatures
 from memascend_jax.storage.layout import CATALOG_OFFSET, SUPERBLOCK_OFFSETS
 from memascend_jax.storage.store_errors import StoreIOError
 from memascend_jax.storage.superblock import MAGIC
+from memascend_jax.storage.whole_number import listed
 from memascend_jax.units import format_bytes
 
 DirectIo = Literal["required", "optional", "off"]
@@ -55,12 +56,16 @@ def resolve_paths(paths: PathLike | Sequence[PathLike]) -> list[str]:
     """Returns the member paths that ``paths`` name; a directory stands for ``memascend.store`` in it.
 
     Raises:
-        StoreError: no path, or two that name the same file.
+        StoreError: no path, something that is none, or two that name the same file.
     """
-    listed: Iterable[PathLike] = [paths] if isinstance(paths, (str, os.PathLike)) else paths
+    given: Iterable[PathLike]
+    if isinstance(paths, (str, os.PathLike)):
+        given = [paths]
+    else:
+        given = listed(paths, "a store's paths", "a path or a sequence of paths")
     resolved = []
-    for path in listed:
-        text = os.fspath(path)
+    for path in given:
+        text = _path_text(path)
         resolved.append(str(Path(text) / DEFAULT_FILE_NAME) if _is_directory(text) else text)
     if not resolved:
         raise StoreError("a store needs at least one path: a directory, a file or a block device")
@@ -71,6 +76,15 @@ def resolve_paths(paths: PathLike | Sequence[PathLike]) -> list[str]:
             raise StoreError(f"'{path}' and '{seen[real]}' are the same file; each member needs its own")
         seen[real] = path
     return resolved
+
+
+def _path_text(path: PathLike) -> str:
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise StoreError(
+            f"a member's path must be a str or os.PathLike, not empty, no NUL; got {path!r} ({type(path).__name__})"
+        )
+    return text
 
 
 def open_member(path: str, *, read_only: bool, direct_io: DirectIo) -> Member:

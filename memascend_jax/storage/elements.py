@@ -19,6 +19,7 @@ from memascend_jax.storage.engine import EngineTicket, address_of, aligned_buffe
 from memascend_jax.storage.ticket import Ticket
 from memascend_jax.storage.tile_io import TileIo
 from memascend_jax.storage.tile_table import StoredTensor
+from memascend_jax.storage.whole_number import ANY_SIZE, whole_number
 from memascend_jax.units import round_up
 
 
@@ -31,6 +32,7 @@ def write_elements(
         StoreError: they do not begin and end at tiles, or the tensor cannot be written.
     """
     layout = tensor.layout
+    start = whole_number(start, f"the first element to write of tensor '{tensor.name}'")
     tile_elements = max(layout.tile_elements, 1)
     first, rest = divmod(start, tile_elements)
     end = start + len(values)
@@ -65,6 +67,8 @@ def read_elements(io: TileIo, tensor: StoredTensor, start: int, count: int) -> n
         StoreError: out of range, never written, or a checksum does not match.
     """
     layout = tensor.layout
+    start = whole_number(start, f"the first element to read of tensor '{tensor.name}'", ANY_SIZE)
+    count = whole_number(count, f"the number of elements to read of tensor '{tensor.name}'", ANY_SIZE)
     if start < 0 or count < 0 or start + count > layout.elements:
         raise out_of_range(tensor, start, count)
     per_block = layout.block_bytes // layout.itemsize

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memascend_jax.errors import StoreError
+from memascend_jax.storage.whole_number import ANY_SIZE, whole_number
 from memascend_jax.units import KIB, MIB, round_up
 
 SUPERBLOCK_OFFSETS = (0, 64 * KIB)
@@ -71,7 +72,9 @@ def plan_geometry(
     """Returns the geometry that holds ``capacity_bytes``, rounded up to whole blocks or stripe rounds."""
     check_block_bytes(block_bytes)
     check_weights(weights)
-    catalog_bytes = round_up(max(catalog_bytes, 1), block_bytes)
+    capacity_bytes = whole_number(capacity_bytes, "capacity")
+    scratch_bytes = whole_number(scratch_bytes, "scratch_bytes")
+    catalog_bytes = round_up(whole_number(catalog_bytes, "catalog_bytes", least=1), block_bytes)
     if catalog_bytes > MAX_CATALOG_BYTES:
         raise StoreError(
             f"a catalog of {catalog_bytes:,} bytes is over {MAX_CATALOG_BYTES:,}; use larger tiles"
@@ -84,7 +87,7 @@ def plan_geometry(
     return Geometry(
         block_bytes=block_bytes,
         stripe_bytes=STRIPE_BYTES,
-        weights=tuple(weights),
+        weights=tuple(int(weight) for weight in weights),
         capacity_bytes=round_up(max(capacity_bytes, block_bytes), whole),
         scratch_bytes=round_up(scratch_bytes, block_bytes),
         catalog_bytes=catalog_bytes,
@@ -98,6 +101,7 @@ def check_weights(weights: Sequence[int]) -> None:
             f"a store has 1 to {MAX_MEMBERS} members, got {len(weights)}; give fewer paths, or join disks with RAID"
         )
     for member, weight in enumerate(weights):
+        weight = whole_number(weight, f"weights {list(weights)}: that of member {member}", ANY_SIZE)
         if not 1 <= weight <= MAX_WEIGHT:
             raise StoreError(
                 f"weights {list(weights)}: members have weights from 1 to {MAX_WEIGHT}, member {member} was given "
@@ -107,6 +111,7 @@ def check_weights(weights: Sequence[int]) -> None:
 
 def check_block_bytes(block_bytes: int) -> None:
     """Raises ``StoreError`` unless ``block_bytes`` is a power of two from 512 to 32 KiB."""
+    block_bytes = whole_number(block_bytes, "block_bytes", least=ANY_SIZE)
     if not 512 <= block_bytes <= MAX_BLOCK_BYTES or block_bytes & (block_bytes - 1):
         raise StoreError(
             f"block_bytes must be a power of two from 512 to {MAX_BLOCK_BYTES:,}, got {block_bytes:,}"

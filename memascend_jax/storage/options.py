@@ -11,6 +11,7 @@ from memascend_jax.errors import StoreError
 from memascend_jax.storage.bounce import DEFAULT_BOUNCE_BYTES, Arena
 from memascend_jax.storage.device import DirectIo
 from memascend_jax.storage.engine import EngineFactory, native_engine
+from memascend_jax.storage.whole_number import whole_number
 
 IoBackend = Literal["auto", "io_uring", "threads"]
 _MIN_BOUNCE_BYTES = 128 << 10
@@ -69,6 +70,8 @@ class IoOptions:
             raise StoreError(f"direct_io must be 'required', 'optional' or 'off', got {self.direct_io!r}")
         if self.io_backend not in ("auto", "io_uring", "threads"):
             raise StoreError(f"io_backend must be 'auto', 'io_uring' or 'threads', got {self.io_backend!r}")
+        for field in ("queue_depth", "request_bytes", "bounce_bytes"):
+            whole_number(getattr(self, field), field, least=1)
         if self.bounce_bytes < _MIN_BOUNCE_BYTES or self.bounce_bytes % _MIN_BOUNCE_BYTES:
             raise StoreError(
                 f"bounce_bytes must be a multiple of {_MIN_BOUNCE_BYTES:,}, got {self.bounce_bytes:,}"

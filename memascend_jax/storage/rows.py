@@ -192,6 +192,11 @@ def _scatter(
 def _check_out(tensor: StoredTensor, count: int, out: npt.NDArray[Any]) -> None:
     layout = tensor.layout
     dtype = to_dtype(layout.spec.dtype)
+    if not isinstance(out, np.ndarray) or not out.flags.writeable:
+        raise StoreError(
+            f"cannot read rows of tensor '{tensor.name}' into out: it must be a writable numpy array, got "
+            + ("a read-only one" if isinstance(out, np.ndarray) else f"{out!r:.80} ({type(out).__name__})")
+        )
     if out.dtype != dtype or out.size != count * layout.row_elements or not out.flags.c_contiguous:
         raise StoreError(
             f"cannot read {count:,} rows of tensor '{tensor.name}' into an array of {out.dtype} with shape "

@@ -9,6 +9,7 @@ import numpy as np
 
 from memascend_jax.errors import StoreError
 from memascend_jax.storage.batch import Batch
+from memascend_jax.storage.whole_number import ANY_SIZE, whole_number
 from memascend_jax.units import round_up
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ class Scratch:
         serial: int,
     ) -> None:
         """Adds the extent of one request and the serials of older ones that it must wait for."""
+        nbytes = whole_number(nbytes, f"the bytes to move of scratch '{self.name}'", ANY_SIZE)
+        offset = whole_number(offset, f"the offset in scratch '{self.name}'", ANY_SIZE)
         disk_bytes = round_up(nbytes, self._block_bytes)
         if nbytes < 0 or offset < 0 or offset % self._block_bytes or offset + disk_bytes > self.nbytes:
             raise StoreError(

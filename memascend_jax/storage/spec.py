@@ -17,7 +17,8 @@ import numpy as np
 
 from memascend_jax.dtypes import BY_NAME, to_dtype
 from memascend_jax.errors import StoreError
-from memascend_jax.storage.whole_number import MAX_WHOLE_NUMBER, whole_number
+from memascend_jax.storage.layout import check_block_bytes
+from memascend_jax.storage.whole_number import ANY_SIZE, MAX_WHOLE_NUMBER, listed, whole_number
 from memascend_jax.units import round_up
 
 #: A checksum unit never grows past this, so that one row read verifies little more than it uses.
@@ -110,24 +111,16 @@ class TensorLayout:
 
 def layouts_of(specs: Sequence[TensorSpec], block_bytes: int) -> list[TensorLayout]:
     """Returns the layouts of ``specs``; raises ``StoreError`` on a bad or repeated one."""
+    check_block_bytes(block_bytes)
     seen: set[str] = set()
     layouts = []
-    for spec in _listed(specs):
+    for spec in listed(specs, "specs", "a sequence of TensorSpec"):
         layout = TensorLayout(spec, block_bytes)
         if layout.spec.name in seen:
             raise StoreError(f"tensor '{layout.spec.name}' is declared twice; names in a store are unique")
         seen.add(layout.spec.name)
         layouts.append(layout)
     return layouts
-
-
-def _listed(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
-    try:
-        return list(specs)
-    except TypeError:
-        raise StoreError(
-            f"specs must be a sequence of TensorSpec, got {specs!r} ({type(specs).__name__})"
-        ) from None
 
 
 def _checked_types(spec: TensorSpec) -> TensorSpec:
@@ -149,7 +142,7 @@ def _checked_types(spec: TensorSpec) -> TensorSpec:
         shape=_whole_numbers(spec.shape, f"{of}: shape"),
         tile_elements=None
         if spec.tile_elements is None
-        else whole_number(spec.tile_elements, f"{of}: tile_elements", least=-MAX_WHOLE_NUMBER),
+        else whole_number(spec.tile_elements, f"{of}: tile_elements", least=ANY_SIZE),
         row_access=bool(spec.row_access),
         mutable=bool(spec.mutable),
         global_shape=None
@@ -161,15 +154,10 @@ def _checked_types(spec: TensorSpec) -> TensorSpec:
 
 def _whole_numbers(values: Sequence[int], what: str) -> tuple[int, ...]:
     """Returns ``values`` as a tuple of int; what they may be is checked by those who know what they are."""
-    try:
-        listed = tuple(values)
-    except TypeError:
-        raise StoreError(
-            f"{what} must be one whole number per axis, got {values!r} ({type(values).__name__})"
-        ) from None
+    numbers = listed(values, what, "one whole number per axis")
     return tuple(
-        whole_number(value, f"{what} {listed!r}: axis {axis}", least=-MAX_WHOLE_NUMBER)
-        for axis, value in enumerate(listed)
+        whole_number(value, f"{what} {tuple(numbers)!r}: axis {axis}", least=ANY_SIZE)
+        for axis, value in enumerate(numbers)
     )
 
 

@@ -38,6 +38,7 @@ from memascend_jax.storage.tile_io import TileIo
 from memascend_jax.storage.tile_table import UNWRITTEN, StoredTensor, TileTable
 from memascend_jax.storage.verify import Fault, VerifyReport
 from memascend_jax.storage.volume import Volume
+from memascend_jax.storage.whole_number import ANY_SIZE, whole_number
 from memascend_jax.storage.wipe import wipe
 from memascend_jax.units import round_up
 
@@ -250,12 +251,14 @@ class TensorStore:
     def tile_span(self, name: str, tile: int) -> tuple[int, int]:
         """Returns (first element, number of elements) of one tile."""
         layout = self._tensor(name).layout
+        tile = whole_number(tile, f"the tile of tensor '{name}'", least=ANY_SIZE)
         if not 0 <= tile < layout.tiles:
             raise StoreError(f"tensor '{name}' has tiles 0 to {layout.tiles - 1}, not {tile}")
         return layout.tile_span(tile)
 
     def slot_bytes(self, n_elements: int, dtype: str) -> int:
         """Returns the room that memory needs to read or write ``n_elements``: the bytes rounded up to the block."""
+        n_elements = whole_number(n_elements, "n_elements")
         return round_up(n_elements * to_dtype(dtype).itemsize, self._volume.geometry.block_bytes)
 
     def is_written(self, name: str) -> bool:
@@ -339,15 +342,19 @@ class TensorStore:
 
     def batch(self) -> Batch:
         """Returns an empty batch: reads and writes of page-aligned memory without a copy."""
+        self._io.check_open()
         return Batch(self._io)
 
     def scratch(self, name: str, nbytes: int) -> Scratch:
         """Returns ``nbytes`` of the store, outside all generations, under a name that is not in use.
 
         Raises:
-            StoreError: the name is taken, or there is no space.
+            StoreError: the name is taken, there is no space, or ``nbytes`` is no whole number from 0 on.
         """
         self._io.check_writable()
+        if not isinstance(name, str):
+            raise StoreError(f"the name of scratch must be a str, got {name!r} ({type(name).__name__})")
+        nbytes = whole_number(nbytes, f"the bytes of scratch '{name}'")
         with self._io.lock:
             if name in self._scratch:
                 raise StoreError(f"scratch '{name}' exists already; release it first")
@@ -359,6 +366,7 @@ class TensorStore:
 
     def release_scratch(self, name: str) -> None:
         """Gives the extent of scratch ``name`` back; waits for what is in flight on it."""
+        self._io.check_open()
         with self._io.write_lock:
             self._io.settle_all()
             with self._io.lock:
@@ -455,11 +463,18 @@ class TensorStore:
     def commit(self, run_state: bytes = b"") -> int:
         """Makes everything written so far durable as one new generation, with ``run_state``; returns its number.
 
-        Waits for all writes in flight. Raises ``StoreError`` when one of them failed or the disk fails now.
+        Waits for all writes in flight. Raises ``StoreError`` when one of them failed, the disk fails now, or
+        ``run_state`` is neither bytes nor gives its own.
         """
         self._io.check_writable()
+        try:
+            state = memoryview(run_state).tobytes()
+        except TypeError:
+            raise StoreError(
+                f"run_state must be bytes, got {run_state!r:.80} ({type(run_state).__name__}); encode it first"
+            ) from None
         with self._io.write_lock:
-            generation = self._committer.commit(bytes(run_state))
+            generation = self._committer.commit(state)
             with self._io.lock:
                 self._space.committed()
             return generation

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Real
 
 from memascend_jax.errors import StoreError
 from memascend_jax.storage.layout import MAX_MEMBERS, MAX_WEIGHT
@@ -23,7 +24,9 @@ def weights_from_speeds(speeds: Sequence[float]) -> tuple[int, ...]:
     Raises:
         StoreError: no speed, more than 16, or one that is not a positive number.
     """
-    if not 1 <= len(speeds) <= MAX_MEMBERS or not all(s > 0 and math.isfinite(s) for s in speeds):
+    if not 1 <= len(speeds) <= MAX_MEMBERS or not all(
+        isinstance(speed, Real) and speed > 0 and math.isfinite(speed) for speed in speeds
+    ):
         raise StoreError(
             f"speeds must be 1 to {MAX_MEMBERS} positive numbers, one per member, got {list(speeds)}"
         )

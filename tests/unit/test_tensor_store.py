@@ -417,7 +417,7 @@ def test_wipe_removes_a_file_store_even_an_open_failed_one(tmp_path: Path) -> No
         ({"global_shape": (2**70,), "start": (2**65,)}, r"tensor 'w': global_shape"),
         ({"global_shape": (2**62,), "start": (2**65,)}, r"tensor 'w': start .*axis 0 must be from"),
         ({"shape": (1, 1), "global_shape": (2**40, 2**40)}, r"tensor 'w': the global shape .* is more than"),
-        ({"start": "0"}, r"tensor 'w': start .*axis 0 must be a whole number, got '0'"),
+        ({"start": "0"}, r"tensor 'w': start must be one whole number per axis, got '0'"),
         ({"mutable": "no"}, r"tensor 'w': mutable must be True or False, got 'no'"),
         ({"row_access": 2}, r"tensor 'w': row_access must be True or False, got 2"),
     ],
@@ -515,3 +515,84 @@ def test_put_without_room_leaves_the_tensor_that_it_would_replace(tmp_path: Path
         with pytest.raises(StoreError, match="no room for tensor 'w'"):
             store.put("w", np.arange(1_000_000))
         np.testing.assert_array_equal(store.get("w"), np.arange(1000))
+
+
+def test_arguments_that_mean_nothing_are_refused_by_name_and_change_nothing(tmp_path: Path) -> None:
+    spec = TensorSpec("w", "float32", (16, 64), row_access=True)
+    locked = np.zeros((1, 64), np.float32)
+    locked.flags.writeable = False
+    memory = aligned_buffer(8192)
+    with TensorStore.create(tmp_path, specs=[spec], capacity="1MiB", **ANY_DISK) as store:
+        store.write_elements("w", 0, numbers(1024))
+        store.commit(b"before")
+        used, generation = store.used_bytes, store.generation
+        for call, message in [
+            (lambda: store.scratch("n", -1), "bytes of scratch 'n' must be from 0 to .*, got -1"),
+            (lambda: store.scratch("n", 4096.5), "bytes of scratch 'n' must be a whole number, got 4096.5"),
+            (lambda: store.scratch("n", 1 << 70), "bytes of scratch 'n' must be from"),
+            (lambda: store.scratch(1, 4096), r"name of scratch must be a str, got 1 \(int\)"),
+            (lambda: store.read_elements("w", 0.5, 3), "first element to read of tensor 'w' .* got 0.5"),
+            (lambda: store.read_elements("w", 0, 3.0), "number of elements to read of tensor 'w' .* got 3.0"),
+            (lambda: store.write_elements("w", 0.0, numbers(1024)), "first element to write of tensor 'w'"),
+            (lambda: store.tile_span("w", 0.5), "the tile of tensor 'w' must be a whole number, got 0.5"),
+            (lambda: store.batch().write_tile("w", 0.5, address_of(memory)), "tile to write of tensor 'w'"),
+            (lambda: store.batch().read("w", address_of(memory), 0.5), "first element to read of tensor 'w'"),
+            (lambda: store.slot_bytes(1.5, "float32"), "n_elements must be a whole number, got 1.5"),
+            (lambda: store.read_rows("w", np.array([1]), locked), "'w' into out: .* got a read-only one"),
+            (lambda: store.read_rows("w", np.array([1]), [0.0]), r"'w' into out: .* got \[0.0\] \(list\)"),
+            (lambda: store.commit(5), r"run_state must be bytes, got 5 \(int\)"),
+            (lambda: store.commit({}), r"run_state must be bytes, got {} \(dict\)"),
+            (lambda: store.commit("text"), r"run_state must be bytes, got 'text' \(str\)"),
+            (lambda: store.declare(1), r"declared with a TensorSpec, got 1 \(int\)"),
+        ]:
+            with pytest.raises(StoreError, match=message):
+                call()
+            assert (store.used_bytes, store.generation, store.run_state) == (used, generation, b"before")
+        scratch = store.scratch("n", np.int64(4096))
+        for call in (
+            lambda: scratch.write(address_of(memory), 0.5),
+            lambda: scratch.read(address_of(memory), 1, 0.5),
+        ):
+            with pytest.raises(StoreError, match=r"scratch 'n' must be a whole number, got 0\.5"):
+                call()
+        assert store.commit(memoryview(b"after")) == 2
+        assert store.run_state == b"after"
+    for call in (store.batch, lambda: store.release_scratch("n"), lambda: store.scratch("m", 1)):
+        with pytest.raises(StoreError, match="is closed; open it again"):
+            call()
+    for paths in (None, "", [""], [None], 5, b"bytes", "nul\0", [tmp_path, 1]):
+        with pytest.raises(StoreError, match=r"paths? must be .*got "):
+            TensorStore.open(paths, **ANY_DISK)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"capacity": 1.5}, r"capacity must be a whole number, got 1.5 \(float\)"),
+        ({"capacity": 0}, "capacity must be from 1 to .*, got 0"),
+        ({"capacity": -1}, "capacity must be from 1 to .*, got -1"),
+        ({"capacity": "0GiB"}, "capacity must be from 1 to .*, got 0"),
+        ({"capacity": "-1GiB"}, "capacity: expected a size"),
+        ({"capacity": 1 << 70}, "capacity must be from 1"),
+        ({"weights": [1.5]}, r"weights \[1.5\]: that of member 0 must be a whole number, got 1.5 \(float\)"),
+        ({"weights": 1}, r"weights must be one whole number per path, got 1 \(int\)"),
+        ({"speeds": 1}, r"speeds must be one number per path, got 1 \(int\)"),
+        ({"speeds": ["1"]}, "speeds must be 1 to 16 positive numbers"),
+        ({"specs": [1]}, r"declared with a TensorSpec, got 1 \(int\)"),
+        ({"specs": 1}, r"specs must be a sequence of TensorSpec, got 1 \(int\)"),
+        ({"scratch_bytes": 4096.5}, "scratch_bytes must be a whole number, got 4096.5"),
+        ({"scratch_bytes": -1}, "scratch_bytes must be from 0 to .*, got -1"),
+        ({"catalog_bytes": 4096.0}, "catalog_bytes must be a whole number, got 4096.0"),
+        ({"catalog_bytes": -1}, "catalog_bytes must be from 1"),
+        ({"block_bytes": 4096.0}, "block_bytes must be a whole number, got 4096.0"),
+        ({"block_bytes": 0, "specs": [TensorSpec("w", "int8", (1,))]}, "block_bytes must be a power of two"),
+        ({"queue_depth": 1.5}, "queue_depth must be a whole number, got 1.5"),
+        ({"bounce_bytes": "1MiB"}, "bounce_bytes must be a whole number, got '1MiB'"),
+    ],
+)
+def test_arguments_of_create_are_checked_before_anything_is_made(
+    tmp_path: Path, arguments: dict[str, object], message: str
+) -> None:
+    with pytest.raises(StoreError, match=message):
+        TensorStore.create(tmp_path / "s", **{"capacity": "1MiB", **ANY_DISK, **arguments})  # type: ignore[arg-type]
+    assert not (tmp_path / "s").exists()
