@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from memascend_jax.observe.failure import exit_status, run_program
 from memascend_jax.units import GIB, MIB
 
 #: Neither is part of a step.
@@ -195,4 +196,5 @@ def main(words: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    # A comparison that is stopped ends its run and removes what that left.
+    run_program(lambda: exit_status(lambda: main(sys.argv[1:])))
