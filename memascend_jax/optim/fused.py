@@ -2,7 +2,7 @@
 """What a native kernel needs to know of an optimizer, and the update of one tile with fp32 state.
 
 jax is reached only for the numbers of a step, which are rounded as optax rounds them. What does not live here: the
-optax transforms that carry such a description (``optim.transforms``), and the compact formats (``optim.compact``).
+optax transforms that carry such a description (``optim.transforms``), and the compact formats (``optim.adamw``).
 """
 
 from __future__ import annotations
@@ -133,8 +133,8 @@ def update_fused_tile(
 ) -> None:
     """Updates one tile in place, without temporaries; releases the GIL. The tile's memory must stay leased meanwhile.
 
-    The bits do not depend on threads or instruction set; they are those of eager optax on float32 except for denormals,
-    which are flushed to zero as XLA does on CPU.
+    The bits do not depend on threads or instruction set. They are optax's up to rounding: bias corrections are
+    multiplied with, not divided by, and denormals are flushed to zero as XLA does on CPU.
 
     Args:
         decayed: whether the mask lets this leaf's weight decay through.
