@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -15,7 +18,7 @@ from memascend_jax.memory import pressure
 from memascend_jax.memory.meter import MemoryRoom, memory_room
 from memascend_jax.memory.pressure import MemoryWatch, stalled_percent
 from memascend_jax.observe.oom import oom_count, oom_kills_since
-from memascend_jax.recipes import planning
+from memascend_jax.recipes import finetune, planning
 from memascend_jax.units import GIB, MIB
 
 
@@ -141,6 +144,21 @@ def test_near_the_plan_freed_memory_is_given_back_but_not_over_and_over(
     watched.resident += 40 * MIB
     watched.watch.keep_to_plan()
     assert len(trimmed) == 2
+
+
+def test_every_stage_is_held_to_the_plan_and_waits_when_memory_is_short() -> None:
+    called: list[str] = []
+    watch = SimpleNamespace(
+        keep_to_plan=lambda: called.append("keep"),
+        is_short=lambda: True,
+        wait=lambda stopped: called.append("wait"),
+    )
+    session = SimpleNamespace(model=SimpleNamespace(), clock=SimpleNamespace(span=lambda name: nullcontext()))
+    finetune._hold_up_stages(
+        cast(Any, session), cast(Any, watch), cast(Any, SimpleNamespace(requested=False))
+    )
+    session.model.before_stage()
+    assert called == ["keep", "wait"]
 
 
 def test_a_stop_ends_the_wait(machine: Machine) -> None:
