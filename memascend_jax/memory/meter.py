@@ -135,7 +135,7 @@ class Meter:
         self._log = log
         self._interval_s = interval_s
         self._gauges: Gauges = dict
-        self._gauges_lock = threading.Lock()
+        self._sampling = threading.Lock()
         self._samples = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="memory-meter", daemon=True)
@@ -147,9 +147,11 @@ class Meter:
     def use_gauges(self, gauges: Gauges) -> None:
         """Samples ``gauges`` too from now on, on the meter's thread; ``dict`` ends that.
 
-        When this returns the former ones are not called any more.
+        The former ones are sampled a last time, so that the log ends with their totals, and not called after this.
         """
-        with self._gauges_lock:
+        with self._sampling:
+            if self._gauges is not dict and self._thread.is_alive():
+                self._sample()
             self._gauges = gauges
 
     def __enter__(self) -> Meter:
@@ -167,16 +169,17 @@ class Meter:
 
     def _run(self) -> None:
         while not self._stop.wait(self._interval_s):
-            self._sample()
+            with self._sampling:
+                self._sample()
             self._samples += 1
             if self._samples % _SAMPLES_PER_INTERVAL == 0:
                 self._interval_s *= 2
 
     def _sample(self) -> None:
+        """Writes one sample. The caller holds the lock: the log's lines are in the order of their times."""
         assert self._log is not None, "the thread runs with a log only"
         sample = take_sample()
-        with self._gauges_lock:
-            gauges = self._gauges()
+        gauges = self._gauges()
         values: dict[str, int | None] = {
             "rss": sample.rss_bytes,
             "peak": sample.peak_rss_bytes,

@@ -65,7 +65,7 @@ def test_the_log_has_what_the_process_and_the_gauges_say_over_time(tmp_path: Pat
     first = read_meter(path)[0]
     (second,) = (series for series in read_meter(path) if "device" in series.columns)
     assert first.facts == {"budget_bytes": 7}
-    assert all(a < b for a, b in pairwise([*first.seconds, *second.seconds]))
+    assert all(a <= b for a, b in pairwise([*first.seconds, *second.seconds]))
     assert second.columns["leased:layer"] == [3] * len(second.seconds)
     assert second.columns["device"] == [None] * len(second.seconds)
     before, after = first.columns["anonymous"][0], second.columns["anonymous"][-1]
@@ -74,6 +74,17 @@ def test_the_log_has_what_the_process_and_the_gauges_say_over_time(tmp_path: Pat
     assert after - before >= 48 * MIB - SLACK
     peaks = [*first.columns["peak"], *second.columns["peak"]]
     assert all(a is not None and b is not None and a <= b for a, b in pairwise(peaks))
+
+
+def test_the_log_ends_with_the_last_values_of_the_gauges(tmp_path: Path) -> None:
+    path = tmp_path / "meter.jsonl"
+    counted = 0
+    with Meter(MeterLog(path, {}), interval_s=60) as meter:
+        meter.use_gauges(lambda: {"ssd_written": counted})
+        counted = 5
+        meter.use_gauges(dict)
+        counted = 6
+    assert [series.columns["ssd_written"] for series in read_meter(path)] == [[5]]
 
 
 def test_a_line_that_a_kill_cut_off_harms_nothing(tmp_path: Path) -> None:
