@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import glob
 import json
 import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,6 +18,7 @@ from memascend_jax.dtypes import dtype_name, to_dtype
 from memascend_jax.errors import ConfigError, DataError
 from memascend_jax.models.shapes import LlamaConfig, TensorShape
 from memascend_jax.observe.failure import is_disk_full
+from memascend_jax.storage.partial import partial_path, remove, remove_leftovers, sync_folder
 
 #: Returns ``n`` elements of a tensor from a flat start: ``read(name, start, n)``.
 Read = Callable[[str, int, int], NDArray[Any]]
@@ -53,14 +52,14 @@ def export_huggingface(
         DataError: ``read`` returns another dtype or count than asked for.
         OSError: the disk is full or fails, with the path.
     """
-    partial = out_dir.with_name(f".{out_dir.name}.partial-{os.getpid()}")
+    partial = partial_path(out_dir)
     try:
         if out_dir.exists():
             raise ConfigError(
                 f"cannot export to '{out_dir}': it exists already. Move it away, or choose another place."
             )
         out_dir.parent.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(out_dir)
+        remove_leftovers(out_dir)
         partial.mkdir()
     except OSError as error:
         if is_disk_full(error):
@@ -72,19 +71,12 @@ def export_huggingface(
         _write_weights(read, shapes, dtype, partial, max_shard_bytes)
         for name, content in _with_config(files, config, dtype).items():
             _write_bytes(partial / name, content)
-        _sync_folder(partial)
+        sync_folder(partial)
         partial.rename(out_dir)
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        remove(partial)
         raise
-    _sync_folder(out_dir.parent)
-
-
-def _remove_leftovers(out_dir: Path) -> None:
-    """Removes what exports to the same place left whose process was killed: whole models, under a hidden name."""
-    for partial in out_dir.parent.glob(f"{glob.escape(f'.{out_dir.name}.partial-')}*"):
-        if not Path("/proc", partial.name.rpartition("-")[2]).exists():
-            shutil.rmtree(partial, ignore_errors=True)
+    sync_folder(out_dir.parent)
 
 
 def _with_config(files: Mapping[str, bytes], config: LlamaConfig, dtype: str) -> dict[str, bytes]:
@@ -156,12 +148,3 @@ def _write(path: Path, content: Callable[[BinaryIO], object]) -> None:
             os.fsync(file.fileno())
     except OSError as error:
         raise OSError(error.errno, f"cannot write the export: {error.strerror}", str(path)) from error
-
-
-def _sync_folder(folder: Path) -> None:
-    """Makes the names in ``folder`` durable."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

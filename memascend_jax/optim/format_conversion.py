@@ -89,7 +89,7 @@ def decode_tile(fmt: StateFormat, tile: TileState) -> ExactState:
         return ExactState(master_of(fmt, tile), _widened(tile.leaves[MU]), _widened(tile.leaves[NU]))
     pairs = tile.leaves[SCALES].reshape(-1, 2)
     n = tile.param.size
-    mu = _decode_bytes(tile.leaves[MU] & 0x7F, -15, _repeated(pairs[:, 0], n))
+    mu = _decode_bytes(tile.leaves[MU] & np.uint8(0x7F), -15, _repeated(pairs[:, 0], n))
     signs = (tile.leaves[MU] & np.uint8(0x80)).astype(np.uint32) << 24
     signed = (mu.view(np.uint32) | signs).view(np.float32)
     nu = _decode_bytes(tile.leaves[NU], -31, _repeated(pairs[:, 1], n))
@@ -135,8 +135,8 @@ def _to_24_bits(master: NDArray[np.float32], draws: Rounding) -> NDArray[np.floa
     bits = np.where(np.isnan(master), _PLAIN_NAN, master.view(np.uint32))
     # The bits that go lie where rounding to bfloat16 decides by 16 of them: it carries into a one, or it does not.
     carried = _to_bf16((((bits & 0xFF) << 8) | 0x10000).view(np.float32), draws, MASTER).view(np.uint16) - 1
-    kept: NDArray[np.uint32] = ((bits >> 8) + carried) << 8
-    return kept.view(np.float32)
+    kept: NDArray[np.float32] = (((bits >> 8) + carried) << 8).astype(np.uint32).view(np.float32)
+    return kept
 
 
 def _encode_bytes(exact: ExactState, draws: Rounding) -> dict[str, NDArray[Any]]:

@@ -230,6 +230,7 @@ def _open_checked(path: str, status: os.stat_result | None, flags: int, direct_i
             member.file_system = filesystem.file_system(fd)
             _check_not_memory(member, direct_io)
         _lock(member, shared=flags & os.O_ACCMODE == os.O_RDONLY)
+        _check_still_there(member)
     except BaseException:
         os.close(fd)
         if created:
@@ -340,6 +341,12 @@ def _lock(member: Member, shared: bool) -> None:
             time.sleep(0.02)
         except OSError as error:
             raise StoreIOError.of("lock store", member.path, error, "its file system cannot lock") from error
+
+
+def _check_still_there(member: Member) -> None:
+    """Refuses a file that was replaced or removed while we waited for its lock: what is written to it is lost."""
+    if not member.is_block_device and os.fstat(member.fd).st_nlink == 0:
+        raise StoreError(f"store '{member.path}' was replaced or removed a moment ago; try again")
 
 
 def _is_directory(path: PathLike) -> bool:

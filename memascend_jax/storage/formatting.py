@@ -49,6 +49,7 @@ def create_volume(
     make_engine: EngineFactory,
     overwrite: bool,
     erase_foreign_data: bool | Collection[str],
+    store_id: bytes | None = None,
 ) -> Volume:
     """Returns a volume whose space is reserved and whose superblocks say *being created*.
 
@@ -60,6 +61,7 @@ def create_volume(
         discard: tell devices and file systems that what was on the members is no longer needed, as far as this
             store and one that it replaces reach.
         whole_devices: the store takes all of its devices: discard what its geometry cannot use, too.
+        store_id: identity of the store, 16 bytes; None: a new one.
 
     Raises:
         StoreError: a path that must not or cannot become a member; the message says which and why.
@@ -72,7 +74,9 @@ def create_volume(
             _check_sector(members[-1], block_bytes)
         contents = [device.existing_contents(member) for member in members]
         _check_may_format(members, contents, overwrite, erase_foreign_data)
-        superblock = Superblock(uuid.uuid4().bytes, 0, plan(members), durability, time.time(), ready=False)
+        superblock = Superblock(
+            store_id or uuid.uuid4().bytes, 0, plan(members), durability, time.time(), ready=False
+        )
         volume = Volume(members, superblock, make_engine)
         replaced = [_store_bytes(member) if discard else 0 for member in members]
         _reserve(volume)

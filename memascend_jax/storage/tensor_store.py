@@ -113,6 +113,7 @@ class TensorStore:
         discard: bool = True,
         overwrite: bool = False,
         erase_foreign_data: bool | Collection[str] = False,
+        continues: TensorStore | None = None,
         **io: Unpack[IoArguments],
     ) -> TensorStore:
         """Returns a new store whose space is reserved in full.
@@ -133,6 +134,7 @@ class TensorStore:
             discard: tell the SSDs that what was on the members, as far as the store takes them, is no longer needed.
             overwrite: replace a store that exists at a path.
             erase_foreign_data: replace other data on a path: True, or the paths that may be erased.
+            continues: the store that this one takes the place of, under the same ``store_id``.
             **io: see ``IoOptions``.
 
         Raises:
@@ -165,6 +167,7 @@ class TensorStore:
             make_engine=options.engine(),
             overwrite=overwrite,
             erase_foreign_data=erase,
+            store_id=None if continues is None else bytes.fromhex(continues.store_id),
         )
         store = None
         try:

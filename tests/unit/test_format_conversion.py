@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -77,7 +79,7 @@ def test_a_conversion_does_not_depend_on_how_a_tensor_is_cut(name: str) -> None:
     whole, exact = state_in(name), exact_state()
     cuts = [0, SCALE_ELEMENTS, 9 * SCALE_ELEMENTS, N]
     pieces = []
-    for start, end in zip(cuts, cuts[1:], strict=False):
+    for start, end in pairwise(cuts):
         part = ExactState(exact.master[start:end], exact.mu[start:end], exact.nu[start:end])
         pieces.append(encode_tile(FORMATS[name], part, Rounding(3, 7, DRAWS.tensor, start)))
     joined = {s: np.concatenate([piece.leaves[s] for piece in pieces]) for s in whole.leaves}
