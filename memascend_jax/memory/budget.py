@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A plan of host memory: every consumer with its bytes, held against a budget before anything is loaded. Pure.
 
-Who consumes what is known by the callers (``training.plan``); here is the accounting and the refusal.
+Who consumes what is known by the callers (``training.plan_memory``); here is the accounting and the refusal.
 """
 
 from __future__ import annotations

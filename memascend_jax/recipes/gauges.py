@@ -11,7 +11,8 @@ import jax
 
 from memascend_jax.memory.meter import Gauges, memory_limit_bytes, memory_room
 from memascend_jax.recipes.session import Session
-from memascend_jax.training.plan import RunPlan, slots_bytes
+from memascend_jax.training.plan import RunPlan
+from memascend_jax.training.plan_memory import slots_bytes
 from memascend_jax.transfer.live_bytes import live_bytes
 
 

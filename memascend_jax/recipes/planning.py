@@ -18,7 +18,9 @@ from memascend_jax.optim.state_format import StateFormat, state_format
 from memascend_jax.recipes.parameter_groups import tensor_settings
 from memascend_jax.recipes.run_folder import nearest_existing
 from memascend_jax.storage.device import block_device_bytes, resolve_paths
-from memascend_jax.training.plan import CHOICES, RunPlan, Workload, plan_run
+from memascend_jax.training.depths import CHOICES
+from memascend_jax.training.plan import RunPlan, plan_run
+from memascend_jax.training.workload import Workload
 from memascend_jax.units import format_bytes
 
 

@@ -13,7 +13,8 @@ from memascend_jax.storage.device import resolve_paths
 from memascend_jax.storage.formatting import is_member
 from memascend_jax.storage.store_errors import dirty_store
 from memascend_jax.storage.tensor_store import TensorStore, bytes_needed
-from memascend_jax.training.plan import BOUNCE_BYTES, RunPlan
+from memascend_jax.training.plan import RunPlan
+from memascend_jax.training.plan_memory import BOUNCE_BYTES
 from memascend_jax.training.run_state import RunState
 from memascend_jax.units import format_bytes
 

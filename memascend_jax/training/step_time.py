@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from math import prod
 
 from memascend_jax.models.shapes import layer_shapes
-from memascend_jax.training.plan import RunPlan, Workload
+from memascend_jax.training.plan import RunPlan
 from memascend_jax.training.step_traffic import BACKWARD, FORWARD
+from memascend_jax.training.workload import Workload
 
 #: Parameters per second of the fused AdamW on two busy cores of an EPYC without AVX-512, measured: see "What watching
 #: costs" in docs/experiment_log.md. ``memascend plan --measure`` finds this machine's.

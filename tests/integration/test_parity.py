@@ -14,7 +14,7 @@ from streamed_run import streamed_run
 
 from memascend_jax.optim.schedules import build_schedule
 from memascend_jax.recipes import planning
-from memascend_jax.training.plan import Depths
+from memascend_jax.training.depths import Depths
 
 pytestmark = pytest.mark.integration
 

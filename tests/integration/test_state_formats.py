@@ -15,7 +15,7 @@ from streamed_run import streamed_run
 from memascend_jax.observe.metrics import read_lines
 from memascend_jax.optim.state_format import STATE_FORMATS
 from memascend_jax.recipes import planning
-from memascend_jax.training.plan import Depths
+from memascend_jax.training.depths import Depths
 
 pytestmark = pytest.mark.integration
 

@@ -16,7 +16,10 @@ from memascend_jax.models.known_shapes import known_config
 from memascend_jax.models.planned_shape import planned_shape
 from memascend_jax.models.shapes import parameter_count
 from memascend_jax.optim.state_format import state_format
-from memascend_jax.training.plan import BOUNCE_BYTES, RunPlan, Workload, least_tile_elements, plan_run
+from memascend_jax.training.depths import least_tile_elements
+from memascend_jax.training.plan import RunPlan, plan_run
+from memascend_jax.training.plan_memory import BOUNCE_BYTES
+from memascend_jax.training.workload import Workload
 from memascend_jax.units import GIB, MIB
 
 FORMAT = state_format("fp32", "bfloat16")

@@ -11,7 +11,8 @@ from memascend_jax.models.known_shapes import known_config
 from memascend_jax.models.planned_shape import planned_shape
 from memascend_jax.models.shapes import LM_HEAD_NAME, tensor_shapes
 from memascend_jax.optim.state_format import state_format
-from memascend_jax.training.plan import Workload, plan_run
+from memascend_jax.training.plan import plan_run
+from memascend_jax.training.workload import Workload
 from memascend_jax.units import GIB
 
 #: Bytes of each model's tensors in bf16.

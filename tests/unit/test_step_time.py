@@ -9,8 +9,9 @@ from memascend_jax.models.known_shapes import known_config
 from memascend_jax.models.planned_shape import planned_shape
 from memascend_jax.models.shapes import parameter_count
 from memascend_jax.optim.state_format import state_format
-from memascend_jax.training.plan import RunPlan, Workload, plan_run
+from memascend_jax.training.plan import RunPlan, plan_run
 from memascend_jax.training.step_time import PhaseTime, Speeds, bottleneck, predict_step, step_flops
+from memascend_jax.training.workload import Workload
 from memascend_jax.units import GIB, MIB
 
 WORK = Workload(2, 4, 512, 0)
