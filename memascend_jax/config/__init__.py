@@ -5,7 +5,7 @@
 builds anything or imports jax; the parts of the library take plain values, never a ``Config``.
 """
 
-from memascend_jax.config.compare import changed_keys, config_digest
+from memascend_jax.config.compare import CONTENT_KEYS, Change, config_digest, not_allowed, training_changes
 from memascend_jax.config.load import load_config, recipe_names, recipe_path
 from memascend_jax.config.schema import Config, store_paths
 from memascend_jax.config.sections import (
@@ -21,6 +21,8 @@ from memascend_jax.config.sections import (
 from memascend_jax.config.text import describe_keys, to_dict, to_yaml
 
 __all__ = [
+    "CONTENT_KEYS",
+    "Change",
     "CheckpointSection",
     "Config",
     "DataSection",
@@ -30,13 +32,14 @@ __all__ = [
     "ParameterGroup",
     "RunSection",
     "TrainSection",
-    "changed_keys",
     "config_digest",
     "describe_keys",
     "load_config",
+    "not_allowed",
     "recipe_names",
     "recipe_path",
     "store_paths",
     "to_dict",
     "to_yaml",
+    "training_changes",
 ]

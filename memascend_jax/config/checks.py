@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from memascend_jax.config.faults import nearest
-from memascend_jax.config.schema import Config
+from memascend_jax.config.schema import Config, fields, section_types
+from memascend_jax.config.values import ALL
 from memascend_jax.models.hf_config import KNOWN_KEYS, config_faults
 from memascend_jax.models.shapes import LlamaConfig
 
@@ -23,6 +24,7 @@ def findings(config: Config) -> Iterator[Finding]:
     yield from _length(config)
     yield from _optimizer(config)
     yield from _offload(config)
+    yield from _allowed(config)
 
 
 def _unavailable(config: Config) -> Iterator[Finding]:
@@ -151,3 +153,13 @@ def _offload(config: Config) -> Iterator[Finding]:
     if len(set(offload.store)) != len(offload.store):
         twice = next(path for path in offload.store if offload.store.count(path) > 1)
         yield ("offload.store",), f"offload.store names {twice!r} twice; each path is another SSD"
+
+
+def _allowed(config: Config) -> Iterator[Finding]:
+    known = [key for key, _ in fields()]
+    for name in config.run.allow_changed:
+        if name in (ALL, *section_types(), *known) or name.startswith("model.config."):
+            continue
+        close = nearest(name, known)
+        hint = f"; did you mean {close!r}?" if close else ""
+        yield ("run.allow_changed",), f"run.allow_changed: there is no key {name!r}{hint}"

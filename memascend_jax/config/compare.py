@@ -1,20 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether two configurations train the same: their digest and the keys in which they differ."""
+"""Whether two configurations train the same: their digest, and the keys in which they differ with both values."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from memascend_jax.config.schema import Config
 from memascend_jax.config.text import to_dict
+from memascend_jax.config.values import ALL
 
 #: Sections that change what is learned; where the state lives and where the run writes do not.
 TRAINING_SECTIONS = ("model", "data", "train", "optimizer")
 #: Keys in them that only change what is shown or measured.
 _INCIDENTAL = frozenset({"train.eval_every", "train.samples", "data.eval_sequences"})
+#: Keys that name something whose content counts, not its place: who compares the content decides.
+CONTENT_KEYS = frozenset({"model.source", "data.source", "data.eval_source"})
+#: A longer run is what the earlier one is the beginning of.
+_MAY_GROW = frozenset({"train.steps", "train.epochs"})
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One dotted key whose value is ``new`` and was ``old``, as JSON-like values."""
+
+    key: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        return f"{self.key} ({_shown(self.old)} → {_shown(self.new)})"
+
+    @property
+    def grows(self) -> bool:
+        """Whether the run only becomes longer."""
+        return self.key in _MAY_GROW and None not in (self.old, self.new) and self.new > self.old
 
 
 def config_digest(config: Config) -> str:
@@ -23,8 +46,8 @@ def config_digest(config: Config) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def changed_keys(saved: Mapping[str, Any], config: Config) -> list[str]:
-    """Returns the dotted keys that change what is learned and differ between ``saved`` and ``config``.
+def training_changes(saved: Mapping[str, Any], config: Config) -> list[Change]:
+    """Returns the keys that change what is learned and differ between ``saved`` and ``config``, by name.
 
     Args:
         saved: ``to_dict`` of the earlier configuration, or what was read back from ``run.dir/config.yaml``.
@@ -32,13 +55,39 @@ def changed_keys(saved: Mapping[str, Any], config: Config) -> list[str]:
     # A key that an earlier version did not have yet was as its default is.
     old = _training_keys(to_dict(Config())) | _training_keys(saved)
     new = _training_keys(to_dict(config))
-    return [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
+    keys = sorted(old.keys() | new.keys())
+    return [Change(key, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]
+
+
+def not_allowed(changes: Sequence[Change], allowed: Sequence[str]) -> list[Change]:
+    """Returns the ``changes`` that ``run.allow_changed`` does not name, by key or by a key above it."""
+
+    def is_named(key: str) -> bool:
+        return any(name == ALL or key == name or key.startswith(f"{name}.") for name in allowed)
+
+    return [change for change in changes if not is_named(change.key)]
 
 
 def _training_keys(values: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        f"{section}.{key}": value
+        name: value
         for section in TRAINING_SECTIONS
-        for key, value in values.get(section, {}).items()
-        if f"{section}.{key}" not in _INCIDENTAL
+        for name, value in _flat(section, values.get(section, {}))
+        if name not in _INCIDENTAL
     }
+
+
+def _flat(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields the values under their dotted keys; those of ``model.config`` one by one."""
+    for key, value in values.items():
+        name = f"{prefix}.{key}"
+        if isinstance(value, Mapping):
+            yield from _flat(name, value)
+        else:
+            yield name, value
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, separators=(", ", ": "))

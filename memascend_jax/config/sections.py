@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from memascend_jax.config.values import (
     Count,
     FreeForm,
+    KeyNames,
     LossScale,
     Number,
     PathList,
@@ -234,9 +235,10 @@ class RunSection(Section):
         default="auto",
         description="Go on with an unfinished run found in run.dir: auto, never, or required.",
     )
-    allow_changed: bool = Field(
-        default=False,
-        description="Resume although keys that change the training differ from the saved ones.",
+    allow_changed: KeyNames = Field(
+        default=(),
+        description="Keys that change the training and may differ from the saved ones in a resume,"
+        " as [optimizer.learning_rate]; true: any.",
     )
     deterministic: bool = Field(
         default=False, description="Ask XLA for results that repeat bit for bit on a GPU."

@@ -19,6 +19,8 @@ from memascend_jax.units import parse_bytes
 _INT = re.compile(r"[-+]?[0-9]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _NULL = {"", "~", "null", "Null", "NULL"}
+#: Stands for every key in a list of keys, as ``true`` does.
+ALL = "all"
 _BOOL = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 
 
@@ -79,6 +81,16 @@ def _paths(value: Any) -> Any:
     return (value,) if isinstance(value, str | Path) else value
 
 
+def _key_names(value: Any) -> Any:
+    if value is None:
+        return ()
+    if isinstance(value, Plain) and value in _BOOL:
+        value = _BOOL[value]
+    if isinstance(value, bool):
+        return (ALL,) if value else ()
+    return (value,) if isinstance(value, str) else value
+
+
 def _scale(value: Any) -> Any:
     if value is None or value == "dynamic":
         return value
@@ -98,6 +110,7 @@ def _before(convert: Callable[[Any], Any]) -> BeforeValidator:
 Text = Annotated[str, _before(_text), Field(min_length=1)]
 PathText = Annotated[str, _before(_path)]
 PathList = Annotated[tuple[PathText, ...], _before(_paths)]
+KeyNames = Annotated[tuple[Text, ...], _before(_key_names)]
 Size = Annotated[int, _before(_size), Field(gt=0)]
 Count = Annotated[int, _before(_not_bool), Field(ge=0)]
 PositiveCount = Annotated[int, _before(_not_bool), Field(ge=1)]

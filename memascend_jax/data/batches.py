@@ -24,13 +24,19 @@ class BatchOrder:
     def batch(self, step: int, micro_batches: int, micro_batch_size: int) -> np.ndarray:
         """Returns the sequences of ``step`` (from 0), int64 [micro_batches, micro_batch_size].
 
-        The sequences of a step are the same for every split of their number into micro-batches. The end of an epoch
-        is followed by the start of the next, inside a step too.
+        The sequences of a step are the same for every split of their number into micro-batches.
         """
         size = micro_batches * micro_batch_size
-        places = np.arange(step * size, (step + 1) * size, dtype=np.int64)
+        return self.take(step * size, size).reshape(micro_batches, micro_batch_size)
+
+    def take(self, first: int, count: int) -> np.ndarray:
+        """Returns ``count`` sequences after ``first`` others, int64 [count].
+
+        The end of an epoch is followed by the start of the next.
+        """
+        places = np.arange(first, first + count, dtype=np.int64)
         chosen = [self._epoch(int(place // self.n))[place % self.n] for place in places]
-        return np.array(chosen, np.int64).reshape(micro_batches, micro_batch_size)
+        return np.array(chosen, np.int64)
 
     def _epoch(self, epoch: int) -> np.ndarray:
         if epoch not in self._drawn:
@@ -41,6 +47,14 @@ class BatchOrder:
         return self._drawn[epoch]
 
 
-def steps_of_epochs(epochs: float, n: int, sequences_per_step: int) -> int:
-    """Returns the fewest steps that read ``epochs`` times ``n`` sequences, at least one."""
-    return max(1, math.ceil(epochs * n / sequences_per_step))
+def steps_of_epochs(
+    epochs: float, n: int, sequences_per_step: int, done_steps: int = 0, read: int = 0
+) -> int:
+    """Returns the fewest steps that read ``epochs`` times ``n`` sequences, at least one.
+
+    Args:
+        done_steps: steps that have been done already, of whatever size.
+        read: sequences that were read in them.
+    """
+    left = max(0, math.ceil((epochs * n - read) / sequences_per_step))
+    return max(1, done_steps + left)

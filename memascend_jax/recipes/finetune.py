@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,14 @@ from memascend_jax.observe.trace import recording
 from memascend_jax.recipes.gauges import build_gauges, meter_facts
 from memascend_jax.recipes.inputs import ModelSource, open_data, open_model
 from memascend_jax.recipes.planning import plan_config
+from memascend_jax.recipes.resume import (
+    Found,
+    check_contents,
+    check_tensors,
+    content_digests,
+    notes,
+    sequences_read,
+)
 from memascend_jax.recipes.run_folder import RunFolder
 from memascend_jax.recipes.run_store import durability_note, find_run, has_store, open_store
 from memascend_jax.recipes.run_summary import summarise
@@ -62,9 +70,18 @@ class Run:
     plan: RunPlan
     total_steps: int
     state: RunState
-    resumed: bool
+    #: What the run goes on with; None: it is a new one.
+    found: Found | None
     #: The model as a stop left it, where there is no store to go on from.
     kept: Path | None = None
+
+    @property
+    def resumed(self) -> bool:
+        return self.found is not None
+
+    @property
+    def is_complete(self) -> bool:
+        return self.state.step >= self.total_steps and bool(self.state.results.get("finished"))
 
 
 def run(config: Config) -> int:
@@ -76,7 +93,7 @@ def run(config: Config) -> int:
     limit_heap_growth()
     with ExitStack() as stack:
         job = _load(config, stack)
-        if job.state.step >= job.total_steps and job.state.results.get("finished"):
+        if job.is_complete:
             _show_again(job)
             return 0
         _begin(job)
@@ -136,12 +153,30 @@ def _load(config: Config, stack: ExitStack) -> Run:
     model = open_model(config)
     stack.callback(model.close)
     data = open_data(config, model)
-    tile_elements = found.state.tile_elements if found else None
-    plan = plan_config(config, model.config, n_examples=data.sequences, tile_elements=tile_elements)
-    state = found.state if found else RunState(0, to_dict(config), plan.depths.tile_elements)
-    return Run(
-        config, folder, screen, model, data, plan, _total_steps(config, data), state, found is not None
-    )
+    contents = content_digests(model.config, data)
+    if found is None:
+        plan = plan_config(config, model.config, n_examples=data.sequences)
+        state = RunState(0, to_dict(config), plan.depths.tile_elements, contents=contents)
+    else:
+        found = check_contents(found, config, contents)
+        plan = plan_config(
+            _with_durability(config, found.durability),
+            model.config,
+            n_examples=data.sequences,
+            tile_elements=found.state.tile_elements,
+        )
+        # From the next commit on the settings of now are those to be compared with.
+        read = sequences_read(found.state)
+        state = replace(found.state, config=to_dict(config), contents=contents, sequences=read)
+    job = Run(config, folder, screen, model, data, plan, _total_steps(config, data, state), state, found)
+    if found is not None and not job.is_complete:
+        check_tensors(found, plan.specs)
+    return job
+
+
+def _with_durability(config: Config, durability: str) -> Config:
+    """Returns ``config`` with the durability that a store has, whatever was asked for."""
+    return config.model_copy(update={"offload": config.offload.model_copy(update={"durability": durability})})
 
 
 def _begin(job: Run) -> None:
@@ -163,14 +198,13 @@ def _show_again(job: Run) -> None:
         job.screen.show_summary(summary, _sample_rows(job))
 
 
-def _total_steps(config: Config, data: Dataset) -> int:
+def _total_steps(config: Config, data: Dataset, state: RunState) -> int:
     train = config.train
     if train.steps is not None:
         return train.steps
     assert train.epochs is not None, "the configuration sets one of the two"
-    return steps_of_epochs(
-        train.epochs, len(data.train), train.micro_batch_size * train.gradient_accumulation_steps
-    )
+    step_sequences = train.micro_batch_size * train.gradient_accumulation_steps
+    return steps_of_epochs(train.epochs, len(data.train), step_sequences, state.step, state.sequences or 0)
 
 
 def _set_up(job: Run, stack: ExitStack, wait_for_memory: Callable[[], None]) -> tuple[Session, Trainer]:
@@ -206,8 +240,10 @@ def _set_up(job: Run, stack: ExitStack, wait_for_memory: Callable[[], None]) -> 
         note = durability_note(job.config, job.plan, store)
         if note is not None:
             job.screen.say(note)
-    if job.resumed:
+    if job.found is not None:
         job.screen.say(f"going on from step {job.state.step} of {job.total_steps}")
+        for note in notes(job.found, job.config, job.total_steps):
+            job.screen.say(note)
     session = stack.enter_context(
         open_session(job.config, job.plan, arena, store, job.total_steps, job.state.scale_state())
     )
@@ -280,6 +316,8 @@ def _train(job: Run, session: Session, trainer: Trainer, stop: StopRequest) -> N
         BatchOrder(len(job.data.train), train.seed),
         train.gradient_accumulation_steps,
         train.micro_batch_size,
+        done_steps=job.state.step,
+        read=job.state.sequences or 0,
     )
     job.folder.write_status("running", job.state.step, job.total_steps)
     if _evaluation_is_missing(job):

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
-from memascend_jax.config import Config, changed_keys, store_paths
-from memascend_jax.errors import ConfigError, StoreError
+from memascend_jax.config import Config, store_paths
+from memascend_jax.errors import StoreError
 from memascend_jax.memory.arena import PinnedArena
+from memascend_jax.recipes.resume import Found, check_settings
 from memascend_jax.storage.device import resolve_paths
 from memascend_jax.storage.formatting import is_member
 from memascend_jax.storage.store_errors import dirty_store
@@ -17,15 +17,6 @@ from memascend_jax.training.plan import RunPlan
 from memascend_jax.training.plan_memory import BOUNCE_BYTES
 from memascend_jax.training.run_state import RunState
 from memascend_jax.units import format_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A committed run in an existing store."""
-
-    state: RunState
-    generation: int
-    store_id: str
 
 
 def has_store(config: Config) -> bool:
@@ -53,7 +44,8 @@ def find_run(config: Config) -> Found | None:
         return None
     with TensorStore.open(paths, read_only=True, direct_io=config.offload.direct_io) as store:
         generation, data, dirty = store.generation, store.run_state, store.dirty
-        store_id = store.store_id
+        store_id, durability = store.store_id, store.durability
+        specs = {name: store.spec(name) for name in store.names()}
     if not data and generation == 0:
         # Created, but interrupted before its first commit: nothing is lost by starting over.
         return None
@@ -69,31 +61,8 @@ def find_run(config: Config) -> Found | None:
         )
     if dirty:
         raise dirty_store(paths, generation, data)
-    found = Found(RunState.decode(data, ", ".join(paths)), generation, store_id)
-    _check_format(config, found.state, paths)
-    _check_unchanged(config, found.state, paths)
-    return found
-
-
-def _check_format(config: Config, state: RunState, paths: list[str]) -> None:
-    """Another form of the state is no change that a run can be resumed with: the store holds other tensors."""
-    held, asked = state.config["optimizer"]["state_format"], config.optimizer.state_format
-    if held != asked:
-        raise StoreError(
-            f"the store {', '.join(paths)} holds a run with optimizer.state_format={held}, not {asked}; nothing was "
-            f"changed. Use optimizer.state_format={held} to go on, or another run.dir or offload.store to start anew"
-        )
-
-
-def _check_unchanged(config: Config, state: RunState, paths: list[str]) -> None:
-    changed = changed_keys(state.config, config)
-    if changed and not config.run.allow_changed:
-        raise ConfigError(
-            f"the store {', '.join(paths)} holds a run at step {state.step} that was started with other values of "
-            f"{', '.join(changed)}. Use the same values to go on, run.allow_changed=true to go on with the new ones, "
-            f"another run.dir or offload.store to start anew, or remove the run: memascend store wipe "
-            f"{' '.join(paths)}"
-        )
+    state = RunState.decode(data, ", ".join(paths))
+    return check_settings(Found(state, generation, store_id, tuple(paths), durability, specs), config)
 
 
 def durability_note(config: Config, plan: RunPlan, store: TensorStore) -> str | None:

@@ -33,16 +33,29 @@ class MetricsSink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepData:
-    """Which micro-batches a step trains on."""
+    """Which micro-batches a step trains on.
+
+    Attributes:
+        done_steps: steps that an earlier run has done.
+        read: sequences that it read in them.
+    """
 
     examples: PackedExamples
     order: BatchOrder
     micro_batches: int
     micro_batch_size: int
+    done_steps: int = 0
+    read: int = 0
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of a step."""
+        return self.micro_batches * self.micro_batch_size
 
     def of_step(self, step: int) -> list[Microbatch]:
-        """Returns the micro-batches of ``step``, counted from 1."""
-        indices = self.order.batch(step - 1, self.micro_batches, self.micro_batch_size)
+        """Returns the micro-batches of ``step``, counted from 1 and not before the first that is left to do."""
+        first = self.read + (step - 1 - self.done_steps) * self.sequences
+        indices = self.order.take(first, self.sequences).reshape(self.micro_batches, self.micro_batch_size)
         return [self.examples.batch(chosen) for chosen in indices]
 
 
@@ -123,7 +136,14 @@ class Trainer:
                 extra["loss_first"] = result.loss
             if result.skipped is not None:
                 self._warn(result.skipped)
-            state = state.after(step, self._metrics.write(line), result.tokens, result.scaling, **extra)
+            state = state.after(
+                step,
+                self._metrics.write(line),
+                result.tokens,
+                result.scaling,
+                sequences=data.sequences,
+                **extra,
+            )
             self.placement.begin_commit(state.encode())
             trace.phase(None)
             on_line(line)

@@ -18,8 +18,8 @@ SCHEMA = 1
 class RunState:
     """The state of a run after ``step`` steps.
 
-    The data position and the schedule are functions of the step and the config, so the step is all that is kept of
-    them; the optimizer's count is the step less the skipped ones.
+    The schedule is a function of the step and the config, so the step is all that is kept of it; the optimizer's count
+    is the step less the skipped ones. What of the data comes next is a function of the sequences read and the seed.
 
     Attributes:
         step: steps done; 0 after initialisation.
@@ -29,6 +29,9 @@ class RunState:
         tokens: trained tokens so far.
         scaling: the loss scale and the counters of skipped steps, as ``ScaleState`` has them; empty before a step.
         results: figures that the summary needs from before an interruption, such as ``eval_loss_before``.
+        sequences: read so far, which is the place in the data; None in a state of an earlier version, that has read as
+            many in every step.
+        contents: digests of what the configuration only names, as ``recipes.resume`` makes them.
     """
 
     step: int
@@ -38,17 +41,27 @@ class RunState:
     tokens: int = 0
     scaling: Mapping[str, Any] = field(default_factory=dict)
     results: Mapping[str, Any] = field(default_factory=dict)
+    sequences: int | None = 0
+    contents: Mapping[str, str] = field(default_factory=dict)
     schema: int = SCHEMA
 
     def after(
-        self, step: int, metrics_bytes: int, trained_tokens: int, scaling: ScaleState, **results: Any
+        self,
+        step: int,
+        metrics_bytes: int,
+        trained_tokens: int,
+        scaling: ScaleState,
+        *,
+        sequences: int,
+        **results: Any,
     ) -> RunState:
-        """Returns the state after one more step."""
+        """Returns the state after one more step, that read ``sequences`` and trained on ``trained_tokens``."""
         return replace(
             self,
             step=step,
             metrics_bytes=metrics_bytes,
             tokens=self.tokens + trained_tokens,
+            sequences=(self.sequences or 0) + sequences,
             scaling=asdict(scaling),
             results={**self.results, **results},
         )
@@ -86,4 +99,6 @@ class RunState:
                 "resume it with the version that wrote it"
             )
         known = {item.name for item in fields(cls)}
+        if "sequences" not in values:
+            values["sequences"] = None
         return cls(**{key: value for key, value in values.items() if key in known})

@@ -14,15 +14,16 @@ import yaml
 
 from memascend_jax.config import (
     Config,
-    changed_keys,
     config_digest,
     describe_keys,
     load_config,
+    not_allowed,
     recipe_names,
     recipe_path,
     store_paths,
     to_dict,
     to_yaml,
+    training_changes,
 )
 from memascend_jax.config.schema import fields
 from memascend_jax.errors import ConfigError
@@ -357,8 +358,14 @@ def test_saved_configuration_is_compared_by_what_changes_the_training() -> None:
     saved = to_dict(load_config())
     same = load_config([], ["run.dir=elsewhere", "offload.placement=ssd", "train.samples=3"])
     other = load_config([], ["optimizer.learning_rate=1e-3", "train.seed=5"])
-    assert changed_keys(saved, same) == []
-    assert changed_keys(saved, other) == ["optimizer.learning_rate", "train.seed"]
+    assert training_changes(saved, same) == []
+    changes = training_changes(saved, other)
+    assert [str(change) for change in changes] == [
+        "optimizer.learning_rate (0.00015 → 0.001)",
+        "train.seed (0 → 5)",
+    ]
+    assert not_allowed(changes, ["train.seed", "data"]) == changes[:1]
+    assert not_allowed(changes, ["optimizer", "train"]) == not_allowed(changes, ["all"]) == []
     assert config_digest(same) == config_digest(load_config()) != config_digest(other)
 
 
@@ -416,12 +423,51 @@ def test_a_run_without_a_store_cannot_be_asked_for_what_only_a_store_gives(
 def test_a_key_that_an_earlier_version_did_not_have_counts_as_its_default() -> None:
     saved = to_dict(load_config())
     del saved["optimizer"]["skip_nonfinite"]
-    assert changed_keys(saved, load_config()) == []
+    assert training_changes(saved, load_config()) == []
     changed = load_config(overrides=["optimizer.skip_nonfinite=true"])
-    assert changed_keys(saved, changed) == ["optimizer.skip_nonfinite"]
+    assert [change.key for change in training_changes(saved, changed)] == ["optimizer.skip_nonfinite"]
 
 
 def test_groups_are_read_back_and_compared() -> None:
     config = load_config(overrides=["optimizer.groups=[{match: norm, weight_decay: 0}, {match: up}]"])
-    assert changed_keys(to_dict(config), config) == []
-    assert changed_keys(to_dict(load_config()), config) == ["optimizer.groups"]
+    assert training_changes(to_dict(config), config) == []
+    assert [change.key for change in training_changes(to_dict(load_config()), config)] == ["optimizer.groups"]
+
+
+def test_a_longer_run_and_keys_of_a_random_model_are_told_apart() -> None:
+    saved = to_dict(load_config(["tiny_random"], ["train.steps=10"]))
+    longer, shorter, epochs = (
+        load_config(["tiny_random"], [f"train.{length}"]) for length in ("steps=11", "steps=9", "epochs=2")
+    )
+    assert [change.grows for change in training_changes(saved, longer)] == [True]
+    assert [change.grows for change in training_changes(saved, shorter)] == [False]
+    assert [change.grows for change in training_changes(saved, epochs)] == [False, False]
+    theta = load_config(["tiny_random"], ["model.config.rope_theta=5e5", "train.steps=10"])
+    assert [str(change) for change in training_changes(saved, theta)] == [
+        "model.config.rope_theta (10000.0 → 500000.0)"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "keys"),
+    [
+        ("true", ("all",)),
+        ("false", ()),
+        ("null", ()),
+        ("train.seed", ("train.seed",)),
+        (
+            "[train.seed, optimizer, model.config.rope_theta]",
+            ("train.seed", "optimizer", "model.config.rope_theta"),
+        ),
+    ],
+)
+def test_keys_that_may_change_are_a_list_or_all(text: str, keys: tuple[str, ...], tmp_path: Path) -> None:
+    config = load_config([], [f"run.allow_changed={text}"])
+    assert config.run.allow_changed == keys
+    assert load_config([write(tmp_path / "config.yaml", to_yaml(config))]) == config
+
+
+def test_a_key_that_may_change_must_exist() -> None:
+    told = faults_of(overrides=("run.allow_changed=[optimizer.lr, train.sed]",))
+    assert "run.allow_changed: there is no key 'optimizer.lr'" in told
+    assert "'train.sed'; did you mean 'train.seed'?" in told

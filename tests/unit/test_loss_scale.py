@@ -64,7 +64,7 @@ def test_the_policy_of_a_configuration() -> None:
 
 def test_a_run_goes_on_with_its_scale_and_counters() -> None:
     kept = ScaleState(2.0**11, 7, 5, 0)
-    state = RunState(0, {}, 4096).after(3, 10, 100, kept)
+    state = RunState(0, {}, 4096).after(3, 10, 100, kept, sequences=4)
     back = RunState.decode(state.encode(), "store").scale_state()
     assert first_scale(DYNAMIC, back) == kept
     fixed = scale_policy(8.0, float16=True, skip_nonfinite=False)
@@ -74,7 +74,7 @@ def test_a_run_goes_on_with_its_scale_and_counters() -> None:
 def test_the_state_of_a_run_from_before_there_were_scales_is_read() -> None:
     old = b'{"config":{},"metrics_bytes":1,"results":{},"schema":1,"step":2,"tile_elements":4096,"tokens":3}'
     state = RunState.decode(old, "store")
-    assert (state.step, state.scale_state()) == (2, None)
+    assert (state.step, state.scale_state(), state.sequences) == (2, None, None)
 
 
 def test_compiling_rounds_to_float16_as_numpy_does() -> None:

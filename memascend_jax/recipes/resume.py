@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a run can be gone on with as it is configured now: its settings, what they only name, and its tensors.
+
+Everything is compared before anything is written. What changes the training is refused by name, with both values,
+unless ``run.allow_changed`` names it; what the stored state does not fit cannot be allowed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+
+import numpy as np
+
+from memascend_jax.config import CONTENT_KEYS, Change, Config, not_allowed, to_dict, training_changes
+from memascend_jax.data.dataset import Dataset
+from memascend_jax.data.packing import PackedExamples
+from memascend_jax.errors import ConfigError, StoreError
+from memascend_jax.models.shapes import LlamaConfig
+from memascend_jax.storage.tensor_store import TensorSpec
+from memascend_jax.training.run_state import RunState
+from memascend_jax.units import counted
+
+#: Which digest of ``content_digests`` a key's value stands for.
+_CONTENT_OF = {"model.source": "model", "data.source": "train", "data.eval_source": "held_out"}
+#: With one of these changed the same data gives other sequences.
+_SHAPES_DATA = ("data.", "train.seed", "model.config.vocab_size")
+_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A committed run in an existing store.
+
+    Attributes:
+        specs: the tensors that the store holds, by name.
+        changes: the settings that change the training and are others now, those that only name contents left out.
+    """
+
+    state: RunState
+    generation: int
+    store_id: str
+    paths: tuple[str, ...]
+    durability: str
+    specs: Mapping[str, TensorSpec]
+    changes: tuple[Change, ...] = ()
+
+    @property
+    def where(self) -> str:
+        return f"the store {', '.join(self.paths)}"
+
+
+def check_settings(found: Found, config: Config) -> Found:
+    """Returns ``found`` with the settings that are others now, all of which may be.
+
+    Raises:
+        StoreError: the state is of another format, or the store of another durability, which no setting changes.
+        ConfigError: settings that change the training are others, and not allowed to.
+    """
+    _check_format(found, config)
+    _check_durability(found, config)
+    changes = [change for change in training_changes(found.state.config, config) if not change.grows]
+    _refuse(found, config, [change for change in changes if change.key not in CONTENT_KEYS])
+    return replace(found, changes=tuple(changes))
+
+
+def check_contents(found: Found, config: Config, contents: Mapping[str, str]) -> Found:
+    """Returns ``found`` with what the configuration names judged by its contents, not by its place.
+
+    Args:
+        contents: of now, as ``content_digests`` returns them.
+
+    Raises:
+        ConfigError: the model or the data are others, and not allowed to be.
+    """
+    settings = [change for change in found.changes if change.key not in CONTENT_KEYS]
+    named = {change.key: change for change in found.changes if change.key in CONTENT_KEYS}
+    before = found.state.contents
+    changes = list(settings)
+    for key, content in _CONTENT_OF.items():
+        follows = "model.config." if content == "model" else _SHAPES_DATA
+        if content not in before or any(change.key.startswith(follows) for change in settings):
+            changes += [named[key]] if key in named else []
+        elif before[content] != contents.get(content) and not _only_follows(key, config, changes):
+            changes.append(named.get(key, _same_place(key, config)))
+    if found.state.config["data"].get("eval_sequences") != config.data.eval_sequences:
+        # Other sequences are held out because fewer or more are.
+        changes = [change for change in changes if change.key != "data.eval_source" or change.key in named]
+    _refuse(found, config, changes)
+    return replace(found, changes=tuple(changes))
+
+
+def check_tensors(found: Found, specs: Sequence[TensorSpec]) -> None:
+    """Returns when the store holds exactly the tensors that a run needs.
+
+    Raises:
+        StoreError: some are missing, or of another type or shape.
+    """
+    faults = [fault for spec in specs if (fault := _difference(found.specs.get(spec.name), spec)) is not None]
+    faults += [
+        f"'{name}' is of no use to this run" for name in found.specs.keys() - {spec.name for spec in specs}
+    ]
+    if faults:
+        more = f" and {counted(len(faults) - _SHOWN, 'more', 'more')}" if len(faults) > _SHOWN else ""
+        changed = f" (changed: {', '.join(map(str, found.changes))})" if found.changes else ""
+        raise StoreError(
+            f"{found.where} holds a run at step {found.state.step} whose state does not fit this model{changed}: "
+            f"{'; '.join(sorted(faults)[:_SHOWN])}{more}; nothing was changed. Use the same model to go on, or another "
+            "run.dir or offload.store to start anew"
+        )
+
+
+def content_digests(shape: LlamaConfig, data: Dataset) -> dict[str, str]:
+    """Returns digests of the model's shape, and of the tokens that are trained and held out."""
+    # A field that a later version adds has its default in every model that this version knows.
+    known = {field.name: field.default for field in fields(shape)}
+    used = {name: value for name, value in asdict(shape).items() if value != known[name]}
+    text = json.dumps(used, sort_keys=True)
+    digests = {"model": hashlib.sha256(text.encode()).hexdigest(), "train": _digest(data.train)}
+    if data.held_out is not None:
+        digests["held_out"] = _digest(data.held_out)
+    return digests
+
+
+def notes(found: Found, config: Config, total_steps: int) -> list[str]:
+    """Returns what a user should know of the changes that a resumed run goes on with."""
+    said = []
+    if found.changes:
+        said.append(f"going on with other settings, as allowed: {', '.join(map(str, found.changes))}")
+    grown = [change for change in training_changes(found.state.config, config) if change.grows]
+    if grown and config.optimizer.schedule != "constant":
+        said.append(
+            f"the run is longer than before: {', '.join(map(str, grown))}; the {config.optimizer.schedule} schedule "
+            f"now ends at step {total_steps}, so the learning rate goes on from another value than the last one"
+        )
+    return said
+
+
+def sequences_read(state: RunState) -> int:
+    """Returns how many sequences a run has read; earlier versions, that do not say, read as many in every step."""
+    if state.sequences is not None:
+        return state.sequences
+    train = state.config["train"]
+    return int(state.step * train["micro_batch_size"] * train["gradient_accumulation_steps"])
+
+
+def _refuse(found: Found, config: Config, changes: Sequence[Change]) -> None:
+    refused = not_allowed(changes, config.run.allow_changed)
+    if not refused:
+        return
+    keys = ", ".join(sorted({change.key for change in refused} | set(config.run.allow_changed)))
+    raise ConfigError(
+        f"{found.where} holds a run at step {found.state.step} that was started with other values of "
+        f"{', '.join(map(str, refused))}; nothing was changed. Use the same values to go on, "
+        f"run.allow_changed=[{keys}] to go on with the new ones, another run.dir or offload.store to start anew, or "
+        f"remove the run: memascend store wipe {' '.join(found.paths)}"
+    )
+
+
+def _check_format(found: Found, config: Config) -> None:
+    """Another form of the state is no change that a run can be resumed with: the store holds other tensors."""
+    held, asked = found.state.config["optimizer"]["state_format"], config.optimizer.state_format
+    if held != asked:
+        raise StoreError(
+            f"{found.where} holds a run with optimizer.state_format={held}, not {asked}; nothing was "
+            f"changed. Use optimizer.state_format={held} to go on, or another run.dir or offload.store to start anew"
+        )
+
+
+def _check_durability(found: Found, config: Config) -> None:
+    """A store keeps the durability it was made with; who asks for the safer one must not be left without."""
+    if config.offload.durability == "step" and found.durability != "step":
+        raise StoreError(
+            f"{found.where} was made with durability {found.durability}, which offload.durability=step does not "
+            "change; nothing was changed. Use offload.durability=plan or checkpoint to go on, or another run.dir or "
+            "offload.store to start anew"
+        )
+
+
+def _only_follows(key: str, config: Config, changes: Sequence[Change]) -> bool:
+    """Whether held-out data is other data because what it is a part of is."""
+    follows = key == "data.eval_source" and config.data.eval_source is None
+    return follows and any(change.key == "data.source" for change in changes)
+
+
+def _same_place(key: str, config: Config) -> Change:
+    place = to_dict(config)[key.partition(".")[0]][key.partition(".")[2]]
+    shown = "a part of data.source" if place is None else place
+    return Change(key, f"{shown} as it was", "its contents as they are now")
+
+
+def _difference(held: TensorSpec | None, wanted: TensorSpec) -> str | None:
+    if held is None:
+        return f"'{wanted.name}' is missing"
+    if (held.dtype, held.shape) != (wanted.dtype, wanted.shape):
+        return f"'{wanted.name}' is {held.dtype}{list(held.shape)} in the store, not {wanted.dtype}{list(wanted.shape)}"
+    if held.tile_elements != wanted.tile_elements:
+        return f"'{wanted.name}' has tiles of {held.tile_elements} elements, not {wanted.tile_elements}"
+    return None
+
+
+def _digest(sequences: PackedExamples) -> str:
+    """A SHA-256, in hex, of what the sequences hold and of which tokens are trained, in their order."""
+    digest = hashlib.sha256(np.diff(sequences.starts).astype("<i4").tobytes())
+    for number in sequences.numbers[: sequences.starts[-1]].tolist():
+        example = sequences.examples[number]
+        digest.update(f"{len(example.tokens)};".encode())
+        digest.update(example.tokens.astype("<i4", copy=False).tobytes())
+        digest.update(example.trained.tobytes())
+    return digest.hexdigest()
