@@ -2,14 +2,12 @@
 """Forward and backward of a step, stage by stage, every micro-batch through a stage before the next stage.
 
 Parameters are read once per step and direction however many micro-batches there are. Only stage inputs are kept;
-a layer's backward recomputes its forward. The gradient of a stage is summed over the micro-batches on the device in
-fp32 and leaves it once.
+what happens to them then is in ``training.backward``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -17,16 +15,18 @@ import numpy as np
 
 from memascend_jax.data.packing import Microbatch
 from memascend_jax.dtypes import to_dtype
-from memascend_jax.models.shapes import EMBED_NAME, NORM_NAME
+from memascend_jax.models.shapes import EMBED_NAME
 from memascend_jax.observe import trace
 from memascend_jax.observe.step_clock import StepClock
+from memascend_jax.training.backward import Backward
 from memascend_jax.training.batch_rows import BatchRows, collect_rows
-from memascend_jax.training.gradients import RowGradient, StepGradients
+from memascend_jax.training.device_batch import DeviceBatch
+from memascend_jax.training.gradients import StepGradients
 from memascend_jax.training.model_layout import ModelLayout
 from memascend_jax.training.placement import Placement
 from memascend_jax.training.prefetch import Prefetcher
 from memascend_jax.training.rows_ahead import RowsAhead
-from memascend_jax.training.stage_functions import Arrays, StageFunctions
+from memascend_jax.training.stage_functions import StageFunctions
 from memascend_jax.training.stage_inputs import StageInputs
 from memascend_jax.training.stage_schedule import (
     HEAD,
@@ -38,17 +38,6 @@ from memascend_jax.training.stage_schedule import (
     plan_actions,
     training_sequence,
 )
-
-
-@dataclass(slots=True)
-class DeviceBatch:
-    """One micro-batch on the device."""
-
-    labels: jax.Array
-    weights: jax.Array
-    positions: jax.Array
-    segments: jax.Array
-    inverse: jax.Array
 
 
 class StreamedModel:
@@ -112,19 +101,19 @@ class StreamedModel:
                 outputs = self._layer_forward(stages, index, batches, xs)
                 self._inputs.put(xs)
                 xs = outputs
-            losses, xs, table_rows = self._head_backward(
-                stages, batches, xs, rows, scale, gradients, before_backward
+            normed = self._head_norm(stages, xs)
+            carries = self._logsumexp(stages, batches, normed)
+            losses = self._losses(carries, batches)
+            trace.phase("backward")
+            before_backward()
+            backward = Backward(
+                self.layout, self.functions, self._clock, self._inputs, stages, batches, rows, gradients
             )
-            pending: tuple[int, Arrays, jax.Array] | None = None
-            for index in reversed(range(self.layout.n_layers)):
-                xs, rounded, norms = self._layer_backward(stages, index, batches, xs)
-                # The layer above is put away while this one computes.
-                if pending is not None:
-                    self._put_layer(gradients, *pending)
-                pending = (index, rounded, norms)
-            if pending is not None:
-                self._put_layer(gradients, *pending)
-            self._embed_backward(batches, xs, rows, table_rows, gradients)
+            dxns = backward.head(normed, carries, self.tile_starts, scale)
+            del normed, carries
+            xs = backward.norm(xs, dxns)
+            del dxns
+            backward.embedding(backward.layers(xs))
         return sum(float(loss) for loss in losses) / n_trained, gradients
 
     def evaluate(self, micro_batches: Sequence[Microbatch]) -> tuple[float, float]:
@@ -136,11 +125,7 @@ class StreamedModel:
                 xs = self._layer_forward(stages, index, batches, xs)
             xs = self._head_norm(stages, xs)
             carries = self._logsumexp(stages, batches, xs)
-            losses = [
-                self.functions.head_loss(carry, batch.weights)
-                for carry, batch in zip(carries, batches, strict=True)
-            ]
-            total = sum(float(loss) for loss in losses)
+            total = sum(float(loss) for loss in self._losses(carries, batches))
         return total, sum(float(micro_batch.weights.sum()) for micro_batch in micro_batches)
 
     def forward_stages(self) -> Prefetcher:
@@ -204,94 +189,8 @@ class StreamedModel:
             stages.advance()
         return carries
 
-    def _head_backward(
-        self,
-        stages: Prefetcher,
-        batches: list[DeviceBatch],
-        xs: list[jax.Array],
-        rows: BatchRows,
-        scale: jax.Array,
-        gradients: StepGradients,
-        before_backward: Callable[[], None],
-    ) -> tuple[list[jax.Array], list[jax.Array], jax.Array | None]:
-        functions, layout = self.functions, self.layout
-        normed = self._head_norm(stages, xs)
-        carries = self._logsumexp(stages, batches, normed)
-        losses = [
-            functions.head_loss(carry, batch.weights) for carry, batch in zip(carries, batches, strict=True)
+    def _losses(self, carries: Sequence[Any], batches: Sequence[DeviceBatch]) -> list[jax.Array]:
+        return [
+            self.functions.head_loss(carry, batch.weights)
+            for carry, batch in zip(carries, batches, strict=True)
         ]
-        trace.phase("backward")
-        before_backward()
-        dxns = [functions.zeros(xn.shape, "float32") for xn in normed]
-        padded_rows = functions.put(rows.padded)
-        table_rows = functions.zeros((len(rows.padded), self._hidden), "float32") if layout.tied else None
-        for tile in reversed(range(layout.n_head_tiles)):
-            weight, start = stages.use(StageKey(HEAD, tile))["weight"], self.tile_starts[tile]
-            dw: jax.Array | None = None
-            for index, (batch, xn) in enumerate(zip(batches, normed, strict=True)):
-                dxns[index], dw = functions.head_backward(
-                    weight, xn, batch.labels, batch.weights, carries[index], scale, start, dxns[index], dw
-                )
-            del weight
-            rounded, norm, table_rows = functions.finish_head_tile(dw, table_rows, padded_rows, start)
-            part = layout.stage_parts[StageKey(HEAD, tile)][0]
-            stages.advance()
-            gradients.put(part.tensor, part.start, rounded, norm, part.n_elements)
-        weight = stages.use(self._norm)["weight"]
-        outputs: list[jax.Array] = []
-        accumulated: Any = None
-        for index, (x, dxn) in enumerate(zip(xs, dxns, strict=True)):
-            dx, accumulated = functions.head_finish(
-                weight, x, dxn, accumulated, last=index == len(batches) - 1
-            )
-            outputs.append(dx)
-        del weight
-        stages.advance()
-        gradients.put_stage({"weight": NORM_NAME}, *accumulated)
-        return losses, outputs, table_rows
-
-    def _layer_backward(
-        self,
-        stages: Prefetcher,
-        index: int,
-        batches: list[DeviceBatch],
-        dys: list[jax.Array],
-    ) -> tuple[list[jax.Array], Arrays, jax.Array]:
-        params = stages.use(StageKey(LAYER, index))
-        accumulated: Any = None
-        dxs: list[jax.Array] = []
-        for number, (batch, x) in enumerate(zip(batches, self._inputs.take(), strict=True)):
-            dx, accumulated = self.functions.layer_backward(
-                params,
-                x,
-                dys[number],
-                batch.positions,
-                batch.segments,
-                accumulated,
-                last=number == len(batches) - 1,
-            )
-            dxs.append(dx)
-        del params
-        stages.advance()
-        rounded, norms = accumulated
-        return dxs, rounded, norms
-
-    def _put_layer(self, gradients: StepGradients, index: int, rounded: Arrays, norms: jax.Array) -> None:
-        names = {part.local_name: part.tensor for part in self.layout.stage_parts[StageKey(LAYER, index)]}
-        gradients.put_stage(names, rounded, norms)
-
-    def _embed_backward(
-        self,
-        batches: list[DeviceBatch],
-        dxs: list[jax.Array],
-        rows: BatchRows,
-        table_rows: jax.Array | None,
-        gradients: StepGradients,
-    ) -> None:
-        accumulated = self.functions.zeros((len(rows.padded), self._hidden), "float32")
-        for batch, dx in zip(batches, dxs, strict=True):
-            accumulated = self.functions.embed_backward(dx, batch.inverse, accumulated)
-        rounded, norm = self.functions.finish_rows(accumulated, table_rows)
-        with self._clock.span("device_to_host"):
-            values = np.asarray(rounded)[: len(rows.rows)].copy()
-        gradients.put_rows(EMBED_NAME, RowGradient(rows.rows, values), norm)
