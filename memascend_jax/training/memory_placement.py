@@ -21,9 +21,10 @@ from memascend_jax.training.model_layout import (
     UpdatePiece,
     leaf_name,
 )
-from memascend_jax.training.placement import LoadedGroup
+from memascend_jax.training.placement import Fill, LoadedGroup, Visit
 from memascend_jax.training.slot_classes import MemoryContents, gradient_name, memory_contents
 from memascend_jax.training.stage_schedule import StageKey
+from memascend_jax.training.state_groups import fill_all, visit_all
 from memascend_jax.transfer import Transfer
 
 if TYPE_CHECKING:
@@ -87,8 +88,8 @@ class MemoryPlacement:
         for tensor in skip_gradient:
             self._views[gradient_name(tensor)].view(np.uint8)[:] = 0
         with self._clock.span("optimizer"):
-            for group in self._layout.update_groups:
-                apply(LoadedGroup(group, self._address, self._view))
+            for loaded in self._loaded_groups():
+                apply(loaded)
         self.version += 1
 
     def finish_update(self) -> None:
@@ -99,6 +100,14 @@ class MemoryPlacement:
 
     def read(self, tensor: str, start: int, n_elements: int) -> NDArray[Any]:
         return self._views[tensor][start : start + n_elements].copy()
+
+    def visit_groups(self, visit: Visit) -> None:
+        self.finish_update()
+        visit_all(self._loaded_groups(), visit)
+
+    def fill_groups(self, fill: Fill) -> None:
+        self.finish_update()
+        fill_all(self._loaded_groups(), fill)
 
     def begin_commit(self, run_state: bytes) -> None:
         pass
@@ -116,6 +125,9 @@ class MemoryPlacement:
 
     def wait_for(self, part: StagePart) -> None:
         """Waits until a stage may read ``part``: at once, as nothing runs beside the step."""
+
+    def _loaded_groups(self) -> list[LoadedGroup]:
+        return [LoadedGroup(group, self._address, self._view) for group in self._layout.update_groups]
 
     def _gradient_address(self, tensor: str) -> int:
         return self._leases[gradient_name(tensor)].address

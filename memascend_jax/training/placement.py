@@ -7,7 +7,8 @@ slots, ``memory_placement`` keeps everything in the arena and is the reference w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -43,6 +44,20 @@ class LoadedGroup:
     group: UpdateGroup
     address: Callable[[UpdatePiece, str], int]
     view: Callable[[UpdatePiece, str], NDArray[Any]]
+
+
+#: Told of a group in memory, whose gradients mean nothing; what it returns is done when its memory may change again.
+Visit = Callable[[LoadedGroup], Sequence[Future[None]]]
+
+
+class Fill(Protocol):
+    """Puts the state of groups into memory."""
+
+    def begin(self, loaded: LoadedGroup) -> Sequence[Future[None]]:
+        """Starts reading what can be read beside other work."""
+
+    def finish(self, loaded: LoadedGroup) -> None:
+        """Called in order of the groups when that is done: afterwards the group is in its memory."""
 
 
 class Placement(Protocol):
@@ -103,6 +118,12 @@ class Placement(Protocol):
 
     def read(self, tensor: str, start: int, n_elements: int) -> NDArray[Any]:
         """Returns a copy of elements of a tensor or state leaf."""
+
+    def visit_groups(self, visit: Visit) -> None:
+        """Shows the state of every update group, in order, to ``visit``; waits for the update and commit under way."""
+
+    def fill_groups(self, fill: Fill) -> None:
+        """Lets ``fill`` make the state of every update group, in order: the next commit makes it that of the run."""
 
     def begin_commit(self, run_state: bytes) -> None:
         """Starts making the update under way and everything written before the next generation.

@@ -20,10 +20,11 @@ from memascend_jax.optim.state_format import itemsize
 from memascend_jax.storage.tensor_store import Scratch, TensorStore, Ticket
 from memascend_jax.training.host_state import HostState
 from memascend_jax.training.model_layout import PARAMETER, ModelLayout, StagePart, leaf_name
-from memascend_jax.training.placement import LoadedGroup
+from memascend_jax.training.placement import Fill, LoadedGroup, Visit
 from memascend_jax.training.residency import Residency, early_tensors
 from memascend_jax.training.slot_classes import SPOOL, part_class
 from memascend_jax.training.stage_schedule import StageKey
+from memascend_jax.training.state_groups import fill_stored, visit_stored
 from memascend_jax.training.update_stream import Reception, UpdateStream, reap
 from memascend_jax.transfer import Transfer
 
@@ -69,6 +70,7 @@ class SsdPlacement:
             )
             for tensor in layout.tensors
         }
+        self._update_depth = update_depth
         self._host = HostState(layout, pool, residency)
         self._early_tensors = early_tensors(layout)
         self._update = UpdateStream(
@@ -171,6 +173,14 @@ class SsdPlacement:
     def read(self, tensor: str, start: int, n_elements: int) -> NDArray[Any]:
         self.finish_update()
         return self._store.read_elements(tensor, start, n_elements)
+
+    def visit_groups(self, visit: Visit) -> None:
+        self.finish_commit()
+        visit_stored(self._layout, self._store, self._pool, self._update_depth, visit)
+
+    def fill_groups(self, fill: Fill) -> None:
+        self.finish_commit()
+        fill_stored(self._layout, self._store, self._pool, self._update_depth, fill)
 
     def begin_commit(self, run_state: bytes) -> None:
         if self._committing is not None and not self._committing.done():

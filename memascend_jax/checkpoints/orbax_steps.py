@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saves steps with ``orbax.checkpoint.v1``: when, which are kept, whole or not at all.
+
+What orbax does: the folder of a step under a temporary name and its renaming, the record of the run as JSON, the
+metrics, the decisions when to save and what to keep. What it must not do is to hold the state as a tree of arrays: a
+handler of our own streams it into the files that orbax's handler of trees reads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from absl import logging as absl_logging
+from numpy.typing import NDArray
+from orbax.checkpoint.experimental import v1 as ocp  # type: ignore[import-untyped]
+
+from memascend_jax.checkpoints.array_files import ArrayWriter, sync_files, sync_names
+from memascend_jax.checkpoints.array_layout import TREE_FILE, ZARR_FILE, ArrayLayout, tree_text
+from memascend_jax.checkpoints.saved_step import METRICS, MODEL_FILES, RUN, STATE, StepRecord
+
+EVAL_LOSS = "eval_loss"
+#: Pieces that are written at once; the disk and its checksums are busy with as many.
+_WRITERS = 4
+
+#: ``write(group, tensor, start, values)``: starts writing; the values stay as they are until the futures are done.
+Write = Callable[[str, str, int, NDArray[Any]], Sequence[Future[None]]]
+
+
+@dataclass(frozen=True)
+class StreamedState:
+    """A training state to save: arrays that come in pieces, and the small files of the model beside them.
+
+    Attributes:
+        arrays: all of them.
+        stream: calls the function that it is given with every array's elements, each array in order.
+        model_files: what a Hugging Face folder holds besides weights, by name.
+    """
+
+    arrays: Sequence[ArrayLayout]
+    stream: Callable[[Write], None]
+    model_files: Mapping[str, bytes] = field(default_factory=dict)
+
+
+class StreamedStateHandler:
+    """Orbax's ``CheckpointableHandler`` of a ``StreamedState``; to be registered for the name ``state``.
+
+    What it writes is what orbax's own handler, which has that name everywhere else, reads as a tree of arrays. Here
+    steps are read by ``SavedStep``, piece by piece and without orbax.
+    """
+
+    async def save(self, directory: Any, checkpointable: StreamedState) -> Awaitable[None]:
+        """Returns the work, which orbax does on a thread of its own once the folder is there."""
+        return _write_state(directory, checkpointable)
+
+    async def load(self, directory: Any, abstract_checkpointable: Any = None) -> Awaitable[Any]:
+        raise NotImplementedError(f"the state in '{directory}' is not loaded whole: read it with SavedStep")
+
+    async def metadata(self, directory: Any) -> Any:
+        return None
+
+    def is_handleable(self, checkpointable: Any) -> bool:
+        return isinstance(checkpointable, StreamedState)
+
+    def is_abstract_handleable(self, abstract_checkpointable: Any) -> bool | None:
+        return None
+
+
+async def _write_state(directory: Any, state: StreamedState) -> None:
+    folder = Path(os.fspath(await directory.await_creation()))
+    writers: dict[tuple[str, str], ArrayWriter] = {}
+    with ThreadPoolExecutor(_WRITERS, thread_name_prefix="memascend-checkpoint") as executor:
+        for array in state.arrays:
+            (folder / array.key).mkdir()
+            (folder / array.key / ZARR_FILE).write_text(json.dumps(array.to_json()), encoding="utf-8")
+            writers[array.group, array.tensor] = ArrayWriter(folder / array.key, array, executor)
+
+        def write(group: str, tensor: str, start: int, values: NDArray[Any]) -> Sequence[Future[None]]:
+            return writers[group, tensor].write(start, values)
+
+        try:
+            state.stream(write)
+        except BaseException:
+            executor.shutdown(cancel_futures=True)
+            for writer in writers.values():
+                writer.abandon()
+            raise
+    (folder / MODEL_FILES).mkdir()
+    for name, content in state.model_files.items():
+        (folder / MODEL_FILES / name).write_bytes(content)
+    (folder / TREE_FILE).write_text(tree_text(state.arrays), encoding="utf-8")
+    sync_files([folder])
+
+
+class OrbaxSteps:
+    """The steps of one run in ``folder``, which is made if need be; what a killed save left there is removed.
+
+    Args:
+        every: steps between saves.
+        keep: newest steps that are kept.
+        keep_best: besides these, the steps of the lowest ``EVAL_LOSS``.
+    """
+
+    def __init__(self, folder: Path, *, every: int, keep: int, keep_best: int = 0) -> None:
+        absl_logging.set_verbosity(absl_logging.ERROR)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._preservation = _preservation(keep, keep_best)
+        registry = ocp.handlers.local_registry(include_global_registry=False)
+        registry.add(StreamedStateHandler, checkpointable_name=STATE)
+        registry.add(ocp.handlers.JsonHandler, checkpointable_name=RUN)
+        registry.add(ocp.handlers.global_registry().get(METRICS), checkpointable_name=METRICS)
+        context = ocp.Context()
+        context.checkpointables.registry = registry
+        policies = ocp.training.preservation_policies
+        self._checkpointer = ocp.training.Checkpointer(
+            folder,
+            context=context,
+            save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(every),
+            # Not given to orbax, which would remove old steps before the new one is on disk for good: see ``save``.
+            preservation_policy=policies.PreserveAll(),
+            cleanup_tmp_directories=True,
+        )
+
+    def is_due(self, step: int) -> bool:
+        """Returns whether ``step`` is to be saved and is not there yet."""
+        return step not in self.steps and bool(self._checkpointer.should_save(step))
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps that there are, ascending."""
+        return [checkpoint.step for checkpoint in self._checkpointer.checkpoints]
+
+    def save(self, record: StepRecord, state: StreamedState, metrics: Mapping[str, float]) -> list[int]:
+        """Leaves the step on disk for good, or nothing of it; then removes and returns those that are not kept.
+
+        Raises:
+            OSError: the disk is full or fails, with the path. Older steps are as they were.
+        """
+        step = record.step
+        self._checkpointer.save_checkpointables(
+            step, {STATE: state, RUN: record.to_json()}, force=True, metrics=dict(metrics) or None
+        )
+        sync_files([self._folder / str(step) / name for name in (RUN, METRICS)])
+        sync_names([self._folder / str(step), self._folder])
+        return self._forget()
+
+    def forget(self, step: int) -> None:
+        """Removes a step, whatever is to be kept."""
+        self._checkpointer.delete(step, missing_ok=True)
+
+    def close(self) -> None:
+        """Waits for what orbax still does."""
+        self._checkpointer.close()
+
+    def _forget(self) -> list[int]:
+        context = ocp.training.preservation_policies.PreservationContext()
+        checkpoints = self._checkpointer.checkpoints
+        kept = self._preservation.should_preserve(checkpoints, context=context)
+        gone = [known.step for known, keep in zip(checkpoints, kept, strict=True) if not keep]
+        for step in gone:
+            self.forget(step)
+        return gone
+
+    def __enter__(self) -> OrbaxSteps:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _preservation(keep: int, keep_best: int) -> Any:
+    policies = ocp.training.preservation_policies
+    if keep_best == 0:
+        return policies.LatestN(keep)
+    best = policies.BestN(
+        get_metric_fn=lambda metrics: metrics[EVAL_LOSS],
+        reverse=True,
+        n=keep_best,
+        keep_checkpoints_without_metrics=False,
+    )
+    return policies.AnyPreservationPolicy([policies.LatestN(keep), best])
