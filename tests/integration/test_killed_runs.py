@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The main job killed by SIGKILL at random and at chosen instants goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import pytest
+from killed_runs import End, Outcome, Runs, check_same, outcome
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+
+#: From the first step on a process does one in about 35 ms; the first one takes ten times as long.
+_LONGEST_LIFE_S = 0.5
+VARIANTS: dict[str, Sequence[str]] = {
+    "exact, gradients on SSD": (),
+    "in the backward": ("optimizer.clip_norm=null",),
+    "gradients and state in memory": ("offload.host_memory=1GiB",),
+    "float16": ("model.compute_dtype=float16", "optimizer.loss_scale=dynamic"),
+    "int8": ("optimizer.state_format=int8",),
+    "evaluation": ("train.eval_every=3", "train.gradient_accumulation_steps=3"),
+}
+#: Each in one process that goes on from what the one before left: around a commit, a line, a file.
+ENDS: Sequence[End] = (
+    ("line", 2, "within"),
+    ("flush", 9, "before"),
+    ("line", 2, "after"),
+    ("flush", 7, "after"),
+    ("write", 60, "before"),
+    ("file", 4, "before"),
+)
+
+
+def runs_of(variant: str, *settings: str) -> Runs:
+    # So large a scale overflows for some steps, which are skipped.
+    scale = 2.0**32 if variant == "float16" else None
+    return Runs(*VARIANTS[variant], *settings, initial_scale=scale)
+
+
+def test_a_run_that_is_killed_at_its_writes_flushes_lines_and_files_goes_on(tmp_path: Path) -> None:
+    with runs_of("evaluation", "train.steps=12") as runs:
+        runs.finish(tmp_path / "whole")
+        for end in ENDS:
+            assert runs.kill_at(tmp_path / "killed", end), end
+        runs.finish(tmp_path / "killed")
+    check_same(tmp_path / "killed", outcome(tmp_path / "whole"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_run_that_is_killed_at_a_hundred_random_instants_goes_on(tmp_path: Path, variant: str) -> None:
+    rng = np.random.default_rng(sum(variant.encode()))
+    with runs_of(variant, "train.steps=30") as runs:
+        runs.finish(tmp_path / "whole")
+        expected = outcome(tmp_path / "whole")
+        if variant == "float16":
+            assert expected.lines[-1]["skipped_steps"] > 3
+        kills = 0
+        for number in count():
+            kills += killed_until_done(runs, tmp_path / f"killed{number}", expected, rng)
+            if kills >= 100:
+                break
+    print(f"{variant}: {kills} kills in {number + 1} runs")
+
+
+def killed_until_done(runs: Runs, folder: Path, expected: Outcome, rng: np.random.Generator) -> int:
+    """Kills a run again and again until it has ended by itself, compares it, and returns how often it was killed."""
+    kills = 0
+    # One in seven while it starts and reads its state, the others while it trains.
+    while runs.kill_after(folder, float(rng.uniform(0, _LONGEST_LIFE_S)), began=bool(rng.random() > 1 / 7)):
+        kills += 1
+    check_same(folder, expected)
+    return kills

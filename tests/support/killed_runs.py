@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The main job killed again and again, and what it leaves compared with an undisturbed run's."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from memascend_jax.observe.metrics import read_lines
+from memascend_jax.storage.tensor_store import TensorStore
+
+#: What a step reports of its mathematics, as opposed to its time.
+EXACT = ("step", "loss", "learning_rate", "grad_norm", "loss_scale", "skipped_steps", "tokens")
+
+#: (operation, number, moment): see ``run_forks``.
+End = tuple[str, int, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a finished run leaves of its mathematics."""
+
+    lines: list[dict[str, Any]]
+    summary: dict[str, Any]
+    store: dict[str, bytes]
+    exported: dict[str, bytes]
+
+
+class Runs:
+    """Runs of the tiny recipe, forked from one process that has everything imported."""
+
+    def __init__(
+        self, *settings: str, config: str = "tiny_random", initial_scale: float | None = None
+    ) -> None:
+        self._initial_scale = initial_scale
+        self._settings = ["--config", config, "offload.direct_io=optional", *settings]
+        self._forks = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("run_forks.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+
+    def __enter__(self) -> Runs:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._forks.communicate()
+
+    def start(self, folder: Path, *overrides: str, end: End | None = None) -> int:
+        """Starts a run and returns its process id; ``wait`` must follow."""
+        assert self._forks.stdin is not None
+        arguments = [*self._settings, f"run.dir={folder}", *overrides]
+        log = str(folder.with_suffix(".log"))
+        request = {"arguments": arguments, "log": log, "end": end, "initial_scale": self._initial_scale}
+        self._forks.stdin.write(json.dumps(request) + "\n")
+        return int(self._read())
+
+    def wait(self) -> int:
+        """Returns the exit status of the run that was started; less than 0: the signal that killed it."""
+        return int(self._read())
+
+    def finish(self, folder: Path, *overrides: str) -> None:
+        """Carries a run out to its end."""
+        self.start(folder, *overrides)
+        status = self.wait()
+        assert status == 0, folder.with_suffix(".log").read_text()
+
+    def kill_at(self, folder: Path, end: End, *overrides: str) -> bool:
+        """Goes on until the process kills itself, or to the end of the run: then False is returned."""
+        self.start(folder, *overrides, end=end)
+        return self._was_killed(folder, self.wait())
+
+    def kill_after(self, folder: Path, delay_s: float, *overrides: str, began: bool = True) -> bool:
+        """Kills the run ``delay_s`` after it began to train (else: to run); False when it has ended before."""
+        process = self.start(folder, *overrides)
+        if began:
+            _wait_for(folder, process)
+        time.sleep(delay_s)
+        # Its number is free only once the parent has waited for it, which is not told before it is dead.
+        os.kill(process, signal.SIGKILL)
+        return self._was_killed(folder, self.wait())
+
+    def _was_killed(self, folder: Path, status: int) -> bool:
+        assert status in (0, -signal.SIGKILL), folder.with_suffix(".log").read_text()
+        return status != 0
+
+    def _read(self) -> str:
+        assert self._forks.stdout is not None
+        line = self._forks.stdout.readline()
+        assert line, "the forking process has ended"
+        return line
+
+
+def _wait_for(folder: Path, process: int) -> None:
+    """Returns when ``process`` trains, or has ended."""
+    status = folder / "status.json"
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        try:
+            told = json.loads(status.read_text())
+            if told["pid"] == process and told["state"] != "starting":
+                return
+        except (OSError, ValueError):
+            pass
+        if not Path(f"/proc/{process}/stat").exists():
+            return
+        time.sleep(0.001)
+
+
+def outcome(folder: Path) -> Outcome:
+    """Returns what the finished run in ``folder`` has left."""
+    lines = [{key: line[key] for key in EXACT} for line in read_lines(folder / "metrics.jsonl")]
+    summary = json.loads((folder / "summary.json").read_text())
+    with TensorStore.open([folder / "memascend.store"], read_only=True, direct_io="optional") as store:
+        tensors = {name: store.get(name).tobytes() for name in store.names()}
+    exported = {
+        name: np.asarray(value).tobytes()
+        for name, value in load_file(folder / "export" / "model.safetensors").items()
+    }
+    kept = ("step", "tokens", "eval_loss_before", "eval_loss_after", "eval_losses", "loss_first", "loss_last")
+    return Outcome(lines, {key: summary[key] for key in kept}, tensors, exported)
+
+
+def check_same(folder: Path, expected: Outcome) -> None:
+    """The run in ``folder`` has left what an undisturbed one has: every line once, every tensor bit for bit."""
+    got = outcome(folder)
+    assert got.lines == expected.lines
+    assert got.summary == expected.summary
+    assert got.exported == expected.exported
+    assert got.store.keys() == expected.store.keys()
+    for name, value in expected.store.items():
+        assert got.store[name] == value, name
