@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``memascend store create|inspect|verify|wipe|bench``: arguments and output only."""
+"""``memascend store create|inspect|verify|wipe|bench``: arguments and output only.
+
+What changes a store's contents is in ``model_commands``.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +40,9 @@ def add_store_commands(commands: Any, add: AddCommand) -> None:
         help="remove what is given and there, although other members of the store are missing",
     )
     _add_bench(verbs, add)
+    from memascend_jax.model_commands import add_store_changes
+
+    add_store_changes(verbs, add)
     for parser in verbs.choices.values():
         parser.add_argument("paths", metavar="PATH", nargs="+", help="paths of the store, one per member")
 
@@ -127,9 +133,10 @@ def _create(options: argparse.Namespace) -> int:
 def _inspect(options: argparse.Namespace) -> int:
     from memascend_jax.storage.endurance import expected_life
     from memascend_jax.storage.tensor_store import TensorStore
+    from memascend_jax.training.run_state import run_facts
 
     with TensorStore.open(options.paths, read_only=True, direct_io="optional") as store:
-        facts = store.inspect()
+        facts = {**store.inspect(), "run": run_facts(store.run_state)}
     rated = _numbers(options.rated_tbw, float, "--rated-tbw")
     if rated is not None:
         facts["endurance"] = expected_life(facts, rated)

@@ -15,9 +15,9 @@ from memascend_jax.units import counted, format_bytes
 
 def store_tables(facts: Mapping[str, Any]) -> list[Table]:
     """Returns what the store is, its members, and its tensors; ``facts`` as ``TensorStore.inspect`` gives them."""
-    tables = [_facts(facts), _members(facts["members"]), _tensors(facts["tensors"])]
+    tables = [_facts(facts), *_run(facts.get("run")), _members(facts["members"]), _tensors(facts["tensors"])]
     if "endurance" in facts:
-        tables.insert(2, _endurance(facts["endurance"]))
+        tables.insert(len(tables) - 1, _endurance(facts["endurance"]))
     return tables
 
 
@@ -54,6 +54,22 @@ def _facts(facts: Mapping[str, Any]) -> Table:
             ("written so far", format_bytes(facts["bytes_written"])),
         ],
     )
+
+
+def _run(run: Mapping[str, Any] | None) -> list[Table]:
+    if run is None:
+        return []
+    return [
+        _pairs(
+            "training run",
+            [
+                ("step", f"{run['step']}" + (", complete" if run["finished"] else "")),
+                ("state format", f"{run['state_format']}, compute dtype {run['compute_dtype']}"),
+                ("model", run["model"]),
+                ("folder", run["run_dir"]),
+            ],
+        )
+    ]
 
 
 def _rungs(facts: Mapping[str, Any]) -> list[str]:

@@ -102,3 +102,20 @@ class RunState:
         if "sequences" not in values:
             values["sequences"] = None
         return cls(**{key: value for key, value in values.items() if key in known})
+
+
+def run_facts(data: bytes) -> dict[str, Any] | None:
+    """Returns what a store's description says of the run that ``data`` is of; None where it is of none."""
+    try:
+        found = json.loads(data)
+        config, results = found["config"], found.get("results", {})
+        return {
+            "step": found["step"],
+            "state_format": config["optimizer"]["state_format"],
+            "compute_dtype": config["model"]["compute_dtype"],
+            "model": config["model"]["source"],
+            "run_dir": config["run"]["dir"],
+            "finished": bool(results.get("finished")),
+        }
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None

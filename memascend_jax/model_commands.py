@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``memascend store convert``: arguments and output only."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from memascend_jax.observe.output import print_json
+
+#: Adds one command: (subparsers, name, function, help) -> its parser.
+AddCommand = Callable[[Any, str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
+
+
+def add_store_changes(verbs: Any, add: AddCommand) -> None:
+    """Adds the verbs of ``store`` that write a store's contents once more, changed."""
+    from memascend_jax.optim.state_format import STATE_FORMATS
+
+    convert = add(
+        verbs, "convert", _convert, "puts a run's state in another state format, from which the run goes on"
+    )
+    convert.add_argument(
+        "--state-format",
+        required=True,
+        choices=STATE_FORMATS,
+        help="fp32 and split become each other bit for bit; the others hold less, rounded without bias",
+    )
+    _add_into(convert)
+
+
+def _add_into(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--into",
+        metavar="PATH",
+        action="append",
+        help="path of the new store, once per member, with the old one kept; without it the old one, if it is one "
+        "file, is replaced when the new one is whole. There must be room for both either way",
+    )
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from memascend_jax.observe.screen import Screen
+    from memascend_jax.recipes.store_convert import convert_store
+
+    with Screen() as screen:
+        facts = convert_store(options.paths, options.state_format, options.into, screen)
+    return _report(
+        options,
+        facts,
+        f"{', '.join(facts['paths'])} holds the run at step {facts['step']} in state format {facts['to']}; to go on: "
+        f"optimizer.state_format={facts['to']}" + _store_hint(options),
+    )
+
+
+def _store_hint(options: argparse.Namespace) -> str:
+    return f" offload.store=[{','.join(options.into)}]" if options.into else ""
+
+
+def _report(options: argparse.Namespace, facts: dict[str, Any], text: str) -> int:
+    if options.json:
+        print_json(facts)
+    else:
+        sys.stderr.write(f"memascend: {text}\n")
+    return 0
