@@ -16,16 +16,14 @@ AddCommand = Callable[[Any, str, Callable[[argparse.Namespace], int], str], argp
 
 def add_store_changes(verbs: Any, add: AddCommand) -> None:
     """Adds the verbs of ``store`` that write a store's contents once more, changed."""
-    from memascend_jax.optim.state_format import STATE_FORMATS
-
     convert = add(
         verbs, "convert", _convert, "puts a run's state in another state format, from which the run goes on"
     )
     convert.add_argument(
         "--state-format",
         required=True,
-        choices=STATE_FORMATS,
-        help="fp32 and split become each other bit for bit; the others hold less, rounded without bias",
+        metavar="FORMAT",
+        help="fp32, split, split_bf16, bf16 or int8: fp32 and split become each other bit for bit; the others hold less, rounded without bias",
     )
     _add_into(convert)
 
