@@ -119,10 +119,10 @@ class Backward:
         params = self.stages.use(StageKey(LAYER, index))
         accumulated: Any = None
         dxs: list[jax.Array] = []
-        for number, (batch, x) in enumerate(zip(self.batches, self.inputs.take(), strict=True)):
+        for number, batch in enumerate(self.batches):
             dx, accumulated = self.functions.layer_backward(
                 params,
-                x,
+                self.inputs.take(),
                 dys[number],
                 batch.positions,
                 batch.segments,

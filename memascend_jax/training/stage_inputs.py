@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from memascend_jax.dtypes import dtype_name
@@ -30,21 +30,29 @@ class StageInputs(Protocol):
     def put(self, xs: Sequence[jax.Array]) -> None:
         """Takes the inputs ``[B, S, H]`` of the next layer, one per micro-batch, once its forward is dispatched."""
 
-    def take(self) -> Iterator[jax.Array]:
-        """Yields the inputs of the last layer that was put and not taken; each is used before the next is asked for."""
+    def take(self) -> jax.Array:
+        """Returns the next input of the backward: the layers in reverse, the micro-batches of each in order.
+
+        Only the newest may be referenced when the next is asked for, or the slots run out. Python's ``zip`` and
+        ``enumerate`` keep what they yielded for one and two rounds more.
+        """
 
 
 class KeptInputs:
     """Inputs that stay on the device."""
 
     def __init__(self) -> None:
-        self._layers: list[list[jax.Array]] = []
+        self._layers: list[deque[jax.Array]] = []
 
     def put(self, xs: Sequence[jax.Array]) -> None:
-        self._layers.append(list(xs))
+        self._layers.append(deque(xs))
 
-    def take(self) -> Iterator[jax.Array]:
-        yield from self._layers.pop()
+    def take(self) -> jax.Array:
+        layer = self._layers[-1]
+        x = layer.popleft()
+        if not layer:
+            self._layers.pop()
+        return x
 
 
 class _Place(NamedTuple):
@@ -86,26 +94,29 @@ class SpilledInputs:
             self._used += lease.nbytes
         self._layers.append(places)
 
-    def take(self) -> Iterator[jax.Array]:
-        if not self._upcoming and not self._reading:
-            # The first of the backward: everything is written, and is asked for in this order.
-            self._upcoming.extend(place for layer in reversed(self._layers) for place in layer)
-            self._used = 0
-            with self._clock.span("ssd_write_wait"):
-                while self._writing:
-                    reap(self._writing)
-        for _ in self._layers.pop():
-            # One slot is being computed on; the others read ahead.
-            while self._upcoming and len(self._reading) < self._n_slots - 1:
-                self._read(self._upcoming.popleft())
-            ticket, lease, place = self._reading.popleft()
-            with self._clock.span("ssd_read_wait"):
-                ticket.wait()
-            with self._clock.span("host_to_device"):
-                x = self._transfer.to_device(lease, place.dtype, place.shape)
-            # Whoever reads the array keeps the slot from being lent again.
-            lease.release()
-            yield x
+    def take(self) -> jax.Array:
+        if self._layers:
+            self._begin_backward()
+        # One slot is being computed on; the others read ahead.
+        while self._upcoming and len(self._reading) < self._n_slots - 1:
+            self._read(self._upcoming.popleft())
+        ticket, lease, place = self._reading.popleft()
+        with self._clock.span("ssd_read_wait"):
+            ticket.wait()
+        with self._clock.span("host_to_device"):
+            x = self._transfer.to_device(lease, place.dtype, place.shape)
+        # Whoever reads the array keeps the slot from being lent again.
+        lease.release()
+        return x
+
+    def _begin_backward(self) -> None:
+        """Everything is written, and is asked for in this order."""
+        self._upcoming.extend(place for layer in reversed(self._layers) for place in layer)
+        self._layers.clear()
+        self._used = 0
+        with self._clock.span("ssd_write_wait"):
+            while self._writing:
+                reap(self._writing)
 
     def _read(self, place: _Place) -> None:
         lease = self._pool.lease(INPUTS)

@@ -189,6 +189,30 @@ def test_what_stays_in_memory_changes_no_bit(
     assert_same_bits(got, in_memory((plain(small),), *settings))
 
 
+@pytest.mark.parametrize("spill_inputs", [True, False])
+def test_accumulating_over_more_micro_batches_than_slots_reads_no_more_parameters(
+    tmp_path, monkeypatch, in_memory, spill_inputs
+):
+    small = Depths(1, 2, 2, 3, 1 << 14, 1 << 15, spill_inputs=spill_inputs)
+    monkeypatch.setattr(planning, "CHOICES", (small,))
+    settings = [*SHAPE, "model.config.tie_word_embeddings=true", "model.config.vocab_size=900"]
+    read: dict[int, int] = {}
+    for micro_batches in (1, 8):
+        accumulation = f"train.gradient_accumulation_steps={micro_batches}"
+        with streamed_run(tmp_path / str(micro_batches), *settings, accumulation, total_steps=STEPS) as run:
+            assert run.plan.depths.spill_inputs == spill_inputs
+            losses = run.train(1)
+            before = run.session.placement.io_bytes()[0]
+            losses += run.train_from(2, STEPS)
+            read[micro_batches] = run.session.placement.io_bytes()[0] - before
+            read[micro_batches] -= run.plan.spilled_bytes * (STEPS - 1)
+            got = losses, all_tensors(run)
+    # What is more are rows of the embedding, in whole blocks; a layer's parameters have 220 KB.
+    table = 900 * 96 * 2
+    assert read[8] - read[1] <= 1.25 * table * (STEPS - 1)
+    assert_same_bits(got, in_memory((plain(small),), *settings, accumulation))
+
+
 @pytest.mark.parametrize("update", ["in_backward", "exact"])
 @pytest.mark.parametrize("placement", ["ssd", "host"])
 @pytest.mark.parametrize("tied", ["true", "false"])
