@@ -17,10 +17,12 @@ from typing import Any, NoReturn
 from memascend_jax.errors import MemascendError, StoreError
 
 INTERRUPTED = 130
+#: The command can be given again and nothing is lost (EX_TEMPFAIL of sysexits.h); ``StoppedError`` ends with it too.
+STOPPED = 75
 #: For the help of every program.
 EXIT_STATUSES = """\
 exit status: 0 done, 1 run failed, 2 configuration, 3 machine unfit, 4 does not fit, 5 data, 6 storage,
-7 loss or gradient not finite, 75 stopped and can be resumed, 130 interrupted (during a run: twice)"""
+7 loss or gradient not finite, 75 stopped: the same command goes on, 130 interrupted (during a run: twice)"""
 logger = logging.getLogger(__name__)
 
 
@@ -47,8 +49,8 @@ def exit_status(call: Callable[[], int]) -> int:
         _say(str(error))
         logger.debug("failed", exc_info=error)
         return 1
-    except KeyboardInterrupt:
-        _say("interrupted")
+    except KeyboardInterrupt as error:
+        _say(str(error) or "interrupted")
         return INTERRUPTED
 
 
@@ -57,7 +59,7 @@ def is_disk_full(error: OSError) -> bool:
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
-def run_program(main: Callable[[], int]) -> NoReturn:
+def run_program(main: Callable[[], int], *, resumable: bool = False) -> NoReturn:
     """Ends this process with the exit status of ``main``; Ctrl-C never shows a traceback, however often it comes.
 
     SIGTERM does what SIGINT does. The first raises ``KeyboardInterrupt``, so that what is half made is removed again;
@@ -65,24 +67,30 @@ def run_program(main: Callable[[], int]) -> NoReturn:
     neither SIGINT nor SIGTERM changes its status: the interpreter's shutdown runs handlers of libraries,
     which would be interrupted half way.
 
+    Args:
+        resumable: the same command does what this one did not come to, so that a SIGTERM, from which a scheduler shall
+            learn that, ends it with 75.
+
     Call it in the main thread, before anything is imported that takes long. ``main`` may handle signals itself for
     a while, as ``training.stop.StopRequest`` does. A signal that comes before this call is Python's to handle.
     """
-    interrupts = _Interrupts()
+    interrupts = _Interrupts(resumable)
     sys.unraisablehook = interrupts.on_unraisable
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, interrupts.on_signal)
     try:
         status = main()
         interrupts.over = True
+        if status == INTERRUPTED and interrupts.came:
+            status = interrupts.status
     except BaseException:
         interrupts.over = True
         _ignore_signals()
         if not interrupts.came:
             raise  # A defect, with its traceback; or argparse, which ends the process itself.
         # Not always a KeyboardInterrupt any more: libraries make other errors of it.
-        _say("interrupted")
-        status = INTERRUPTED
+        _say(interrupts.text)
+        status = interrupts.status
     _ignore_signals()
     sys.exit(status)
 
@@ -97,26 +105,36 @@ def say_at_once(text: str) -> None:
 class _Interrupts:
     """What SIGINT and SIGTERM do in a program; ``came``: there was one, ``over``: the program's status is known."""
 
-    def __init__(self) -> None:
+    def __init__(self, resumable: bool) -> None:
         self.came = False
         self.over = False
+        self.status = INTERRUPTED
+        self.text = "interrupted"
+        self._resumable = resumable
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.over:
             return
+        if not self.came and self._resumable and number == signal.SIGTERM:
+            self.status = STOPPED
+            self.text = "stopped by SIGTERM before the run had begun; the same command begins it, or goes on"
         if self.came or _is_import(frame):
             # Native modules do not survive an exception in the middle of their initialisation: jaxlib crashes.
-            _end_at_once()
+            self._end_at_once()
         self.came = True
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(self.text)
 
     def on_unraisable(self, unraisable: Any) -> None:
         if unraisable.exc_type is KeyboardInterrupt:
             # Raised where nobody can catch it, as in a destructor: it would be lost, and the program go on.
-            _end_at_once()
+            self._end_at_once()
         if self.over and unraisable.exc_type is OSError:
             return  # Python's note that a signal came just before it was to be ignored.
         sys.__unraisablehook__(unraisable)
+
+    def _end_at_once(self) -> NoReturn:
+        say_at_once(f"memascend: {self.text}")
+        os._exit(self.status)
 
 
 def _is_import(frame: FrameType | None) -> bool:
@@ -126,11 +144,6 @@ def _is_import(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _end_at_once() -> NoReturn:
-    say_at_once("memascend: interrupted")
-    os._exit(INTERRUPTED)
 
 
 def _ignore_signals() -> None:

@@ -7,12 +7,14 @@ Everything that can be checked is checked before the first weight is read.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from numpy.typing import NDArray
 
 from memascend_jax.checkpoints.export import export_huggingface
 from memascend_jax.config import Config, to_dict
@@ -74,6 +76,17 @@ class Run:
     found: Found | None
     #: The model as a stop left it, where there is no store to go on from.
     kept: Path | None = None
+    #: What is under way and changes nothing that is kept, so that a stop need not wait for its end.
+    looking: str | None = None
+
+    @contextmanager
+    def only_looks(self, doing: str) -> Iterator[None]:
+        """Says that what is done within can be broken off and done again; where nothing is on disk it is worth more."""
+        self.looking = doing if has_store(self.config) else None
+        try:
+            yield
+        finally:
+            self.looking = None
 
     @property
     def resumed(self) -> bool:
@@ -101,10 +114,10 @@ def run(config: Config) -> int:
         stop = stack.enter_context(StopRequest(_say_stopping))
         try:
             watch = MemoryWatch(job.plan.memory.total_bytes, job.screen.say)
-            session, trainer = _set_up(job, stack, partial(watch.wait, lambda: stop.requested))
-            _hold_up_stages(session, watch, stop)
+            session, trainer = _set_up(job, stack, partial(watch.wait, lambda: stop.requested), stop)
+            _hold_up_stages(job, session, watch, stop)
             _train(job, session, trainer, stop)
-            _save(job, session)
+            _save(job, session, stop)
         except StoppedError as error:
             job.folder.write_last_status("stopped", job.state.step, job.total_steps, str(error))
             raise _stopped(job, error) from None
@@ -184,6 +197,12 @@ def _begin(job: Run) -> None:
     killed = job.folder.likely_oom_kill()
     if killed is not None:
         job.screen.say(killed)
+    if job.state.results.get("finished"):
+        # It is to be longer than the complete run that it goes on from, whose results stay beside its own.
+        job.screen.say(
+            f"the results of step {job.state.step} are kept: {job.folder.keep_results(job.state.step)}"
+        )
+        job.state = job.state.without_results("finished", "eval_loss_after", "answers_after")
     job.folder.prepare(job.config, job.plan.to_json(), job.state.step, job.total_steps)
     job.screen.show_plan(job.plan.rows())
     job.screen.show_data(job.data, job.model.coder)
@@ -207,7 +226,9 @@ def _total_steps(config: Config, data: Dataset, state: RunState) -> int:
     return steps_of_epochs(train.epochs, len(data.train), step_sequences, state.step, state.sequences or 0)
 
 
-def _set_up(job: Run, stack: ExitStack, wait_for_memory: Callable[[], None]) -> tuple[Session, Trainer]:
+def _set_up(
+    job: Run, stack: ExitStack, wait_for_memory: Callable[[], None], stop: StopRequest
+) -> tuple[Session, Trainer]:
     """Builds the parts, writes the first generation of a new run, and compiles."""
     limit_heap_growth(job.plan.depths.heap_bytes)
     cache = _keep_compiled_code(job.folder)
@@ -253,7 +274,12 @@ def _set_up(job: Run, stack: ExitStack, wait_for_memory: Callable[[], None]) -> 
     metrics = stack.enter_context(MetricsFile(job.folder.metrics, job.state.metrics_bytes))
     if not job.resumed:
         with job.screen.progress("reading the model", len(job.plan.layout.tensors)) as advance:
-            initialise_state(job.plan.layout, session.placement, job.model.pieces, lambda name: advance(name))
+
+            def on_tensor(name: str) -> None:
+                stop.check("while the model was read: the run had not begun")
+                advance(name)
+
+            initialise_state(job.plan.layout, session.placement, job.model.pieces, on_tensor)
         _commit(job, session)
     trainer = Trainer(
         session.model,
@@ -269,10 +295,12 @@ def _set_up(job: Run, stack: ExitStack, wait_for_memory: Callable[[], None]) -> 
     return session, trainer
 
 
-def _hold_up_stages(session: Session, watch: MemoryWatch, stop: StopRequest) -> None:
-    """Holds up the computation while somebody else has the memory that the plan still needs."""
+def _hold_up_stages(job: Run, session: Session, watch: MemoryWatch, stop: StopRequest) -> None:
+    """Holds up the computation while somebody else has the memory that the plan still needs; breaks off what can be."""
 
     def before_stage() -> None:
+        if job.looking is not None:
+            stop.check(job.looking)
         watch.keep_to_plan()
         if watch.is_short():
             with session.clock.span("memory_wait"):
@@ -306,9 +334,7 @@ def _commit(job: Run, session: Session, **results: Any) -> None:
 def _train(job: Run, session: Session, trainer: Trainer, stop: StopRequest) -> None:
     """Evaluates, trains to the last step and evaluates again."""
     if job.state.step == 0 and "eval_loss_before" not in job.state.results:
-        _commit(
-            job, session, eval_loss_before=_held_out_loss(job, session), answers_before=_answers(job, session)
-        )
+        _commit(job, session, **_looked_at(job, session, "before"))
     trim_heap()
     train = job.config.train
     data = StepData(
@@ -336,7 +362,15 @@ def _train(job: Run, session: Session, trainer: Trainer, stop: StopRequest) -> N
         _keep_model(job, session)
         raise
     trim_heap()
-    _commit(job, session, eval_loss_after=_held_out_loss(job, session), answers_after=_answers(job, session))
+    _commit(job, session, **_looked_at(job, session, "after"))
+
+
+def _looked_at(job: Run, session: Session, when: str) -> dict[str, Any]:
+    """Returns the held-out loss and the answers ``before`` or ``after`` the training."""
+    with job.only_looks(
+        f"in the evaluation {when} the training, at step {job.state.step} of {job.total_steps}"
+    ):
+        return {f"eval_loss_{when}": _held_out_loss(job, session), f"answers_{when}": _answers(job, session)}
 
 
 def _keep_model(job: Run, session: Session) -> None:
@@ -367,7 +401,12 @@ def _evaluation_is_missing(job: Run) -> bool:
 
 
 def _evaluated(job: Run, session: Session, state: RunState) -> RunState:
-    loss = _held_out_loss(job, session)
+    with job.only_looks("in an evaluation"):
+        try:
+            loss = _held_out_loss(job, session)
+        except StoppedError:
+            # The loop stops as after any step; whoever goes on evaluates first.
+            return state
     job.screen.say(f"step {state.step}: held-out loss {loss:.4f}")
     session.clock.lap()
     losses = [*state.results.get("eval_losses", []), [state.step, loss]]
@@ -400,11 +439,12 @@ def _answers(job: Run, session: Session) -> list[str]:
     return [coder.tokenizer.decode(answer, skip_special_tokens=True).strip() for answer in answers]
 
 
-def _save(job: Run, session: Session) -> None:
+def _save(job: Run, session: Session, stop: StopRequest) -> None:
     """Exports the model and writes the summary."""
     # A folder that is there was finished by this run before it was interrupted: it is renamed into place whole.
     if job.config.run.export and not job.folder.export.exists():
-        _export(job, session, job.folder.export)
+        with job.only_looks(f"in the export of step {job.state.step}"):
+            _export(job, session, job.folder.export, stop)
     summary = summarise(
         job.state,
         job.plan,
@@ -429,11 +469,17 @@ def _check_budget(job: Run) -> None:
         )
 
 
-def _export(job: Run, session: Session, folder: Path) -> None:
+def _export(job: Run, session: Session, folder: Path, stop: StopRequest | None = None) -> None:
     checkpoint = job.model.checkpoint
     layout = job.plan.layout
+
+    def read(name: str, start: int, n_elements: int) -> NDArray[Any]:
+        if stop is not None and job.looking is not None:
+            stop.check(job.looking)
+        return session.placement.read(name, start, n_elements)
+
     export_huggingface(
-        session.placement.read,
+        read,
         layout.tensors,
         layout.format.param_dtype,
         job.model.config,

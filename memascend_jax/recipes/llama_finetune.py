@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def program() -> NoReturn:
     """Runs the command line as the process's program and ends it."""
-    run_program(main)
+    run_program(main, resumable=True)
 
 
 def build_parser() -> argparse.ArgumentParser:

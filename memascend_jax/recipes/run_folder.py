@@ -156,6 +156,21 @@ class RunFolder:
             "smaller offload.host_memory, or the machine or its memory cgroup more room"
         )
 
+    def keep_results(self, step: int) -> str:
+        """Gives the results of a complete run another name, for a longer one to have its own; returns the names.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        kept = []
+        for name in ("export", "summary.json"):
+            path, stem = self.path / name, Path(name)
+            other = path.with_name(f"{stem.stem}_step_{step}{stem.suffix}")
+            if path.exists() and not other.exists():
+                path.rename(other)
+                kept.append(other.name)
+        return " and ".join(kept) or "there are none"
+
     def write_summary(self, summary: dict[str, Any]) -> None:
         self._write("summary.json", _json_text(summary))
 

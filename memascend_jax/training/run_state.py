@@ -70,6 +70,11 @@ class RunState:
         """Returns the same state with more results."""
         return replace(self, results={**self.results, **results})
 
+    def without_results(self, *names: str) -> RunState:
+        """Returns the same state without some results."""
+        kept = {name: value for name, value in self.results.items() if name not in names}
+        return replace(self, results=kept)
+
     def scale_state(self) -> ScaleState | None:
         """Returns what ``scaling`` holds, or None."""
         return ScaleState(**self.scaling) if self.scaling else None

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from memascend_jax.errors import DataError, StoreError
+from memascend_jax.errors import DataError, StoppedError, StoreError
 from memascend_jax.observe import progress, report
 from memascend_jax.observe.example import Preview, show_preview
 from memascend_jax.observe.failure import exit_status
@@ -26,7 +26,7 @@ from memascend_jax.observe.metrics import MetricsFile, read_lines
 from memascend_jax.observe.process import is_gone, this_process
 from memascend_jax.observe.report import read_run
 from memascend_jax.observe.summary import sample_table, status_line, summary_rows
-from memascend_jax.training.stop import StopRequest
+from memascend_jax.training.stop import STOP_SIGNALS, StopRequest
 
 
 def line(step: int, **more: Any) -> dict[str, Any]:
@@ -300,7 +300,7 @@ def test_defect_keeps_its_traceback() -> None:
 
 
 def run_program_with(
-    main: str, interrupts: int | None, number: signal.Signals = signal.SIGINT
+    main: str, interrupts: int | None, number: signal.Signals = signal.SIGINT, resumable: bool = False
 ) -> subprocess.CompletedProcess[str]:
     """Runs a program whose ``main`` prints ``ready`` when it may be interrupted, and sends it ``number`` so often.
 
@@ -310,7 +310,7 @@ def run_program_with(
 import atexit, os, sys, time
 from memascend_jax.observe.failure import run_program, say_at_once
 {main}
-run_program(main)
+run_program(main, resumable={resumable})
 """
     command = [sys.executable, "-c", script]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -357,6 +357,23 @@ def main():
         time.sleep(20)
 """
     assert run_program_with(main, 2).returncode == 130
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+@pytest.mark.parametrize("times", [1, 2])
+def test_program_that_can_be_given_again_tells_a_scheduler_so(
+    number: signal.Signals, status: int, times: int
+) -> None:
+    main = f"""
+def main():
+    try:
+        {WAITS}
+    finally:
+        time.sleep(20 if {times} == 2 else 0)
+"""
+    done = run_program_with(main, times, number, resumable=True)
+    assert done.returncode == status
+    assert ("SIGTERM" in done.stderr) == (status == 75)
 
 
 @pytest.mark.parametrize("status", [0, 75])
@@ -423,3 +440,25 @@ def test_stop_request_tells_of_the_first_interrupt_and_passes_on_the_second() ->
         assert passed_on == [signal.SIGINT] * 2
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_every_signal_that_schedulers_send_is_a_request_to_stop(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with StopRequest() as stop:
+        stop.check("now")
+        signal.raise_signal(number)
+        with pytest.raises(StoppedError, match=f"stopped by {signal.Signals(number).name} now"):
+            stop.check("now")
+    assert signal.getsignal(number) == before
+
+
+def test_a_signal_that_is_ignored_stays_so() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert not stop.requested
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
