@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from numpy.typing import NDArray
 
+from memascend_jax.checkpoints.model_files import ModelFiles
 from memascend_jax.checkpoints.safetensors_file import SafetensorsFile
 from memascend_jax.checkpoints.sampled_digest import sampled_digest
 from memascend_jax.checkpoints.source import PIECE_BYTES, CheckpointTensor
@@ -23,16 +24,6 @@ if TYPE_CHECKING:
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOAT = ("bfloat16", "float16", "float32")
 
-#: Copied to an exported folder as they are.
-_PASSED_ON = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-)
 _MAX_TEXT_BYTES = 256 << 20
 
 
@@ -41,10 +32,8 @@ class HuggingFaceCheckpoint:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        config = self._json("config.json")
-        if config is None:
-            self._fault("it has no config.json")
-        self.config: dict[str, Any] = config
+        self._texts = ModelFiles(str(folder), partial(_read_text, folder))
+        self.config: dict[str, Any] = self._texts.config
         shape = LlamaConfig.from_hf(self.config)
         self._files: dict[str, SafetensorsFile] = {}
         try:
@@ -67,27 +56,13 @@ class HuggingFaceCheckpoint:
         """Yields the tensor in blocks of whole rows; see ``source.Checkpoint``."""
         return self._file_of(name).pieces(name, max_bytes)
 
-    @cached_property
+    @property
     def chat_template(self) -> str | None:
-        path = self._folder / "chat_template.jinja"
-        if path.is_file():
-            return path.read_text(encoding="utf-8")
-        template = (self._json("tokenizer_config.json") or {}).get("chat_template")
-        if isinstance(template, list):
-            template = {entry["name"]: entry["template"] for entry in template}.get("default")
-        return template if isinstance(template, str) else None
+        return self._texts.chat_template
 
-    @cached_property
+    @property
     def special_ids(self) -> dict[str, int | None]:
-        """From the tokenizer's named tokens, else from ``config.json``; the first of several end tokens."""
-        tokenizer, named = self.tokenizer(), self._json("tokenizer_config.json") or {}
-        ids: dict[str, int | None] = {}
-        for name in ("bos", "eos", "pad", "unk"):
-            token = named.get(f"{name}_token")
-            text = token.get("content") if isinstance(token, dict) else token
-            found = tokenizer.token_to_id(text) if isinstance(text, str) else None
-            ids[name] = found if found is not None else self._configured_id(name)
-        return ids
+        return self._texts.special_ids
 
     @cached_property
     def digest(self) -> str:
@@ -95,34 +70,20 @@ class HuggingFaceCheckpoint:
         return sampled_digest([file.file for _, file in sorted(self._files.items())], config)
 
     def tokenizer(self) -> Tokenizer:
-        from tokenizers import Tokenizer
-
-        path = self._folder / "tokenizer.json"
-        if not path.is_file():
-            self._fault("it has no tokenizer.json; other forms of tokenizers are not read here")
-        try:
-            return Tokenizer.from_file(str(path))
-        except Exception as error:  # the package raises plain Exception
-            raise DataError(f"cannot read the tokenizer '{path}': {error}") from error
+        return self._texts.tokenizer()
 
     def export_files(self) -> dict[str, bytes]:
-        paths = [self._folder / name for name in _PASSED_ON]
-        return {path.name: path.read_bytes() for path in paths if path.is_file()}
+        return self._texts.passed_on()
 
     def close(self) -> None:
         for file in self._files.values():
             file.close()
 
-    def _configured_id(self, name: str) -> int | None:
-        value = self.config.get(f"{name}_token_id")
-        first = value[0] if isinstance(value, list) and value else value
-        return first if isinstance(first, int) else None
-
     def _locate(self) -> dict[str, str]:
         """The file that each tensor is in."""
         if (self._folder / _WEIGHTS).is_file():
             return dict.fromkeys(self._open(_WEIGHTS).tensors, _WEIGHTS)
-        index = self._json(_INDEX)
+        index = self._texts.json(_INDEX)
         if index is None:
             self._fault(self._why_no_weights())
         home = index.get("weight_map")
@@ -163,20 +124,16 @@ class HuggingFaceCheckpoint:
     def _file_of(self, name: str) -> SafetensorsFile:
         return self._files[self._home[name]]
 
-    def _json(self, name: str) -> dict[str, Any] | None:
-        """The object in the file ``name``, or None when there is no such file."""
-        path = self._folder / name
-        if not path.is_file():
-            return None
-        if path.stat().st_size > _MAX_TEXT_BYTES:
-            self._fault(f"{name} has {path.stat().st_size:,} bytes, which cannot be right")
-        try:
-            value = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise DataError(f"cannot read '{path}': it is not JSON: {error}") from error
-        if not isinstance(value, dict):
-            self._fault(f"{name} is not a JSON object")
-        return value
-
     def _fault(self, what: str) -> NoReturn:
-        raise DataError(f"cannot use the model folder '{self._folder}': {what}.")
+        raise self._texts.fault(what)
+
+
+def _read_text(folder: Path, name: str) -> bytes | None:
+    path = folder / name
+    if not path.is_file():
+        return None
+    if path.stat().st_size > _MAX_TEXT_BYTES:
+        raise DataError(
+            f"cannot use the model folder '{folder}': {name} has {path.stat().st_size:,} bytes, which cannot be right."
+        )
+    return path.read_bytes()

@@ -59,15 +59,22 @@ class SafetensorsFile:
         dtype, total = to_dtype(tensor.dtype), prod(tensor.shape)
         columns = tensor.shape[-1] if len(tensor.shape) > 1 else 1
         step = max(1, max_bytes // (columns * dtype.itemsize)) * columns
-        for start in range(0, total, step):
-            count = min(step, total - start)
-            stored = self.file.read(
-                tensor.offset + start * dtype.itemsize, count * dtype.itemsize, f"tensor '{name}'"
-            )
-            yield start, np.frombuffer(stored, dtype)
+        start = 0
+        for stored in self.file.stream(
+            tensor.offset, total * dtype.itemsize, step * dtype.itemsize, f"tensor '{name}'"
+        ):
+            yield start, _elements(stored, dtype)
+            start += len(stored) // dtype.itemsize
 
     def close(self) -> None:
         self.file.close()
+
+
+def _elements(stored: NDArray[np.uint8], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """``stored`` as elements; copied where a header of odd length has left them between their boundaries."""
+    if stored.ctypes.data % dtype.itemsize:
+        stored = stored.copy()
+    return stored.view(dtype)
 
 
 def header_bytes(tensors: list[tuple[str, str, tuple[int, ...]]]) -> bytes:

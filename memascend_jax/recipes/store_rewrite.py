@@ -130,9 +130,16 @@ def _weights(old: TensorStore, target: Sequence[str]) -> list[int]:
 
 
 def _specs_of(old: TensorStore, state: StoredState, change: Rewrite, name: str) -> list[TensorSpec]:
-    fmt, shape = change.format or state.format_of(name), change.shapes.get(name, state.shape(name))
-    by_row, tile = old.spec(name).row_access, _new_tile(state, change, name)
-    return state_specs(fmt, name, shape, tile, row_access=by_row)
+    fmt, shape = _new_format(state, change, name), change.shapes.get(name, state.shape(name))
+    spec, tile = old.spec(name), _new_tile(state, change, name)
+    return state_specs(fmt, name, shape, tile, row_access=spec.row_access, mutable=spec.mutable)
+
+
+def _new_format(state: StoredState, change: Rewrite, name: str) -> StateFormat:
+    """What has no state has none in any format."""
+    if change.format is None or not state.is_trained(name):
+        return state.format_of(name)
+    return change.format
 
 
 def _new_tile(state: StoredState, change: Rewrite, name: str) -> int:
@@ -146,8 +153,7 @@ def _spec_of(name: str, values: NDArray[Any]) -> TensorSpec:
 
 
 def _write_parameter(new: TensorStore, state: StoredState, change: Rewrite, name: str) -> None:
-    fmt = change.format or state.format_of(name)
-    shape = change.shapes.get(name, state.shape(name))
+    fmt, shape = _new_format(state, change, name), change.shapes.get(name, state.shape(name))
     total, tile = math.prod(shape), _new_tile(state, change, name)
     for number, tile_state in enumerate(ahead(_tiles(state, change, fmt, name, total, tile))):
         write_state(new, fmt, name, number, total, tile, tile_state)

@@ -28,6 +28,8 @@ _END: Any = object()
 class StoredState:
     """The parameters of ``store`` and their state in ``fmt``; None: parameters alone, each in a type of its own.
 
+    A parameter without any leaf is frozen: it has no state. Names of parameters have no ``#``.
+
     Attributes:
         parameters: names in the order in which they were declared.
         others: names of tensors that are neither a parameter nor the state of one.
@@ -39,12 +41,14 @@ class StoredState:
     def __init__(self, store: TensorStore, fmt: StateFormat | None) -> None:
         self._format = fmt
         self._store = store
-        suffixes = () if fmt is None else tuple(leaf.suffix for leaf in fmt.leaves)
-        stems = [name.rpartition("#")[0] for name in store.names() if name.endswith(suffixes)]
-        plain = [name for name in store.names() if "#" not in name]
-        self.parameters = list(dict.fromkeys(stems)) if suffixes else plain
-        state = {name + suffix for name in self.parameters for suffix in ("", *suffixes)}
-        self.others = [name for name in store.names() if name not in state]
+        names = store.names()
+        leaves = () if fmt is None else fmt.leaves
+        self.parameters = [name for name in names if "#" not in name]
+        self._trained = {
+            name for name in self.parameters if any(name + leaf.suffix in store for leaf in leaves)
+        }
+        state = {name + leaf.suffix for name in self.parameters for leaf in leaves}
+        self.others = [name for name in names if "#" in name and name not in state]
         faults = [fault for name in self.parameters for fault in self._faults(name)]
         if faults or not self.parameters:
             raise StoreError(
@@ -53,12 +57,16 @@ class StoredState:
                 f"{'; '.join(faults[:8]) or 'it has no parameters'}. Choose another store"
             )
 
+    def is_trained(self, name: str) -> bool:
+        """Returns whether a parameter has state."""
+        return name in self._trained
+
     def format_of(self, name: str) -> StateFormat:
         """Returns the format of one parameter."""
-        if self._format is not None:
+        if self._format is not None and self.is_trained(name):
             return self._format
         dtype = self._store.spec(name).dtype
-        return StateFormat("parameters", dtype, dtype, ())
+        return StateFormat("none", dtype, dtype, ())
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns the shape of a parameter."""
@@ -101,9 +109,6 @@ class StoredState:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _faults(self, name: str) -> Iterator[str]:
-        if name not in self._store:
-            yield f"'{name}' is missing"
-            return
         fmt, elements, tile = self.format_of(name), math.prod(self.shape(name)), self.tile_elements(name)
         if self._store.spec(name).dtype != fmt.param_dtype:
             yield f"'{name}' is {self._store.spec(name).dtype}, expected {fmt.param_dtype}"
@@ -120,10 +125,10 @@ class StoredState:
 
 
 def state_specs(
-    fmt: StateFormat, name: str, shape: tuple[int, ...], tile: int, *, row_access: bool
+    fmt: StateFormat, name: str, shape: tuple[int, ...], tile: int, *, row_access: bool, mutable: bool = True
 ) -> list[TensorSpec]:
     """Returns the store's tensors of one parameter: itself, and its state leaves."""
-    specs = [TensorSpec(name, fmt.param_dtype, shape, tile, row_access=row_access)]
+    specs = [TensorSpec(name, fmt.param_dtype, shape, tile, row_access=row_access, mutable=mutable)]
     for leaf in fmt.leaves:
         values = leaf.total(math.prod(shape), tile)
         held = shape if leaf.per == 1 else (values // leaf.width, leaf.width)

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What lies beside a model's weights in a Hugging Face folder: ``config.json``, the tokenizer, the chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from memascend_jax.errors import DataError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+CONFIG, TOKENIZER, TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"
+CHAT_TEMPLATE, SPECIAL_TOKENS, ADDED_TOKENS = (
+    "chat_template.jinja",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
+#: Copied to an exported folder as they are.
+PASSED_ON = (
+    CONFIG,
+    "generation_config.json",
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    SPECIAL_TOKENS,
+    ADDED_TOKENS,
+    CHAT_TEMPLATE,
+)
+
+
+class ModelFiles:
+    """The files of the model in ``where``, each read when it is asked for.
+
+    Args:
+        where: what messages call the place.
+        read: returns the contents of a file by name, or None where there is none.
+    """
+
+    def __init__(self, where: str, read: Callable[[str], bytes | None]) -> None:
+        self.where = where
+        self._read = read
+
+    @classmethod
+    def of(cls, where: str, files: Mapping[str, bytes]) -> ModelFiles:
+        """Returns the files that are in memory."""
+        return cls(where, files.get)
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The keys of ``config.json``; raises ``DataError`` when there is none."""
+        config = self.json(CONFIG)
+        if config is None:
+            raise self.fault("it has no config.json")
+        return config
+
+    @cached_property
+    def chat_template(self) -> str | None:
+        """jinja2 source, or None."""
+        text = self._read(CHAT_TEMPLATE)
+        if text is not None:
+            return text.decode()
+        template = (self.json(TOKENIZER_CONFIG) or {}).get("chat_template")
+        if isinstance(template, list):
+            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        return template if isinstance(template, str) else None
+
+    @cached_property
+    def special_ids(self) -> dict[str, int | None]:
+        """From the tokenizer's named tokens, else from ``config.json``; the first of several end tokens."""
+        tokenizer, named = self.tokenizer(), self.json(TOKENIZER_CONFIG) or {}
+        ids: dict[str, int | None] = {}
+        for name in ("bos", "eos", "pad", "unk"):
+            token = named.get(f"{name}_token")
+            text = token.get("content") if isinstance(token, dict) else token
+            found = tokenizer.token_to_id(text) if isinstance(text, str) else None
+            ids[name] = found if found is not None else self._configured_id(name)
+        return ids
+
+    def tokenizer(self) -> Tokenizer:
+        """Returns a new tokenizer."""
+        from tokenizers import Tokenizer
+
+        text = self._read(TOKENIZER)
+        if text is None:
+            raise self.fault("it has no tokenizer.json; other forms of tokenizers are not read here")
+        try:
+            return Tokenizer.from_str(text.decode())
+        except Exception as error:  # the package raises plain Exception
+            raise DataError(f"cannot read the tokenizer '{self.where}/{TOKENIZER}': {error}") from error
+
+    def passed_on(self) -> dict[str, bytes]:
+        """Returns what an exported folder holds beside the weights."""
+        found = {name: self._read(name) for name in PASSED_ON}
+        return {name: content for name, content in found.items() if content is not None}
+
+    def json(self, name: str) -> dict[str, Any] | None:
+        """Returns the object in the file ``name``, or None when there is no such file."""
+        content = self._read(name)
+        if content is None:
+            return None
+        try:
+            value = json.loads(content)
+        except ValueError as error:
+            raise DataError(f"cannot read '{self.where}/{name}': it is not JSON: {error}") from error
+        if not isinstance(value, dict):
+            raise self.fault(f"{name} is not a JSON object")
+        return value
+
+    def fault(self, what: str) -> DataError:
+        """Returns the error that says what is wrong with the model."""
+        return DataError(f"cannot use the model folder '{self.where}': {what}.")
+
+    def _configured_id(self, name: str) -> int | None:
+        value = self.config.get(f"{name}_token_id")
+        first = value[0] if isinstance(value, list) and value else value
+        return first if isinstance(first, int) else None
