@@ -188,6 +188,8 @@ def _say(line: str) -> None:
 def main(words: Sequence[str]) -> int:
     """Runs the comparison, prints each run as it ends and one JSON line per contender."""
     rounds, folder, contenders = parse(words)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="memascend-bench-", dir=folder) as scratch:
         compete(rounds, contenders, Path(scratch), _say)
     for facts in report(contenders):
