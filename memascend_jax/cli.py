@@ -53,6 +53,9 @@ def build_parser() -> argparse.ArgumentParser:
     from memascend_jax.store_commands import add_store_commands
 
     add_store_commands(commands, _command)
+    from memascend_jax.model_commands import add_import_command
+
+    add_import_command(commands, _command)
     export = _command(commands, "export", _export, "a store's model as a Hugging Face folder")
     export.add_argument("paths", metavar="STORE", nargs="+", help="paths of the store, one per member")
     export.add_argument("--out", metavar="DIR", required=True, help="folder to make; must not exist")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``memascend store convert``: arguments and output only."""
+"""``memascend import`` and ``memascend store convert``: arguments and output only."""
 
 from __future__ import annotations
 
@@ -14,6 +14,22 @@ from memascend_jax.observe.output import print_json
 AddCommand = Callable[[Any, str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
 
 
+def add_import_command(commands: Any, add: AddCommand) -> None:
+    """Adds ``import``."""
+    parser = add(commands, "import", _import, "puts a model into a store of its own, byte for byte")
+    parser.add_argument(
+        "source", metavar="MODEL", help="Hugging Face folder, GGUF file, or smollm2-135m; not changed"
+    )
+    parser.add_argument(
+        "paths", metavar="STORE", nargs="+", help="paths of the store to make, one per member; must not exist"
+    )
+    _add_dtype(parser, "what the weights are rounded to; default: as they are")
+
+
+def _add_dtype(parser: argparse.ArgumentParser, text: str) -> None:
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help=text)
+
+
 def add_store_changes(verbs: Any, add: AddCommand) -> None:
     """Adds the verbs of ``store`` that write a store's contents once more, changed."""
     convert = add(
@@ -23,7 +39,8 @@ def add_store_changes(verbs: Any, add: AddCommand) -> None:
         "--state-format",
         required=True,
         metavar="FORMAT",
-        help="fp32, split, split_bf16, bf16 or int8: fp32 and split become each other bit for bit; the others hold less, rounded without bias",
+        help="fp32, split, split_bf16, bf16 or int8: fp32 and split become each other bit for bit; the others hold less, "
+        "rounded without bias",
     )
     _add_into(convert)
 
@@ -35,6 +52,20 @@ def _add_into(parser: argparse.ArgumentParser) -> None:
         action="append",
         help="path of the new store, once per member, with the old one kept; without it the old one, if it is one "
         "file, is replaced when the new one is whole. There must be room for both either way",
+    )
+
+
+def _import(options: argparse.Namespace) -> int:
+    from memascend_jax.observe.screen import Screen
+    from memascend_jax.recipes.model_import import import_model
+
+    with Screen() as screen:
+        facts = import_model(options.source, options.paths, options.dtype, screen)
+    return _report(
+        options,
+        facts,
+        f"{', '.join(facts['paths'])} holds the model of {facts['parameters']:,} parameters; to train it: "
+        f"model.source={facts['paths'][0]}",
     )
 
 

@@ -57,10 +57,9 @@ class PositionedFile:
         flying: deque[tuple[int, NDArray[np.uint8], EngineTicket | None]] = deque()
         try:
             while True:
-                while len(flying) <= _AHEAD and (start := next(starts, None)) is not None:
-                    flying.append(
-                        (start, *self._begin(engine, start, min(step, offset + nbytes - start), what))
-                    )
+                while len(flying) <= _AHEAD and (following := next(starts, None)) is not None:
+                    count = min(step, offset + nbytes - following)
+                    flying.append((following, *self._begin(engine, following, count, what)))
                 if not flying:
                     return
                 start, memory, ticket = flying.popleft()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from numpy.typing import NDArray
 
 from memascend_jax.errors import DataError
+from memascend_jax.storage.formatting import has_superblock
 from memascend_jax.units import MIB
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def open_checkpoint(source: str | Path) -> Checkpoint:
 
     Args:
         source: a Hugging Face folder (``config.json`` with ``model.safetensors``, whole or in shards),
-            or a GGUF file.
+            a GGUF file, or the store that ``memascend import`` made of one, in one file or device.
 
     Raises:
         DataError: nothing is there, it is neither, the architecture is unknown, or tensors are missing,
@@ -86,11 +87,16 @@ def open_checkpoint(source: str | Path) -> Checkpoint:
         from memascend_jax.checkpoints.huggingface import HuggingFaceCheckpoint
 
         return HuggingFaceCheckpoint(path)
+    if (path.is_file() or path.is_block_device()) and has_superblock(str(path)):
+        from memascend_jax.checkpoints.store_checkpoint import StoreCheckpoint
+
+        return StoreCheckpoint(path)
     if path.is_file():
         from memascend_jax.checkpoints.gguf_checkpoint import GgufCheckpoint
 
         return GgufCheckpoint(path)
     raise DataError(
         f"cannot open the model '{source}': there is no such folder or file. Give a Hugging Face folder "
-        "(config.json, model.safetensors, tokenizer.json), a .gguf file, or the name smollm2-135m."
+        "(config.json, model.safetensors, tokenizer.json), a .gguf file, a store that memascend import made, or the name "
+        "smollm2-135m."
     )

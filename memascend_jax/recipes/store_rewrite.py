@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,14 +22,11 @@ from memascend_jax.observe.screen import Screen
 from memascend_jax.optim.format_conversion import Rounding, TileState, convert_tile
 from memascend_jax.optim.rounding import split_master
 from memascend_jax.optim.state_format import StateFormat, tile_elements
-from memascend_jax.recipes.planning import disk_free_bytes
-from memascend_jax.storage.capacity import bytes_needed
+from memascend_jax.recipes.new_store import new_store
+from memascend_jax.storage.ahead import ahead
 from memascend_jax.storage.device import block_device_bytes, resolve_paths
-from memascend_jax.storage.formatting import has_superblock
-from memascend_jax.storage.partial import partial_path, remove, remove_leftovers, sync_folder
 from memascend_jax.storage.tensor_store import TensorSpec, TensorStore
-from memascend_jax.training.stored_state import StoredState, ahead, state_specs, write_state
-from memascend_jax.units import format_bytes
+from memascend_jax.training.stored_state import StoredState, state_specs, write_state
 
 #: Returns fp32 values ``[n_rows * columns]`` of new rows of a tensor: ``rows(name, first_row, n_rows)``.
 NewRows = Callable[[str, int, int], NDArray[np.float32]]
@@ -86,22 +81,16 @@ def rewrite_store(
     others = [(old.spec(name), change.replaced.get(name)) for name in state.others]
     specs += [spec if new is None else _spec_of(spec.name, new) for spec, new in others]
     specs += [_spec_of(name, new) for name, new in change.replaced.items() if name not in state.others]
-    weights = _weights(old, target)
     scratch = int(old.inspect()["scratch_bytes"])
-    needed = bytes_needed(specs, scratch, old.durability, block_bytes=old.block_bytes, weights=weights)
-    free = disk_free_bytes([partial_path(Path(path)) for path in target])
-    screen.say(
-        f"the new store takes {format_bytes(needed)}"
-        + ("" if free is None else f", {format_bytes(free)} are free")
-        + ("; the old one goes when it is whole" if into is None else "")
-    )
-    if free is not None and needed > free:
-        raise StoreError(
-            f"cannot make the store '{', '.join(target)}': it takes {needed:,} bytes ({format_bytes(needed)}), "
-            f"{free:,} ({format_bytes(free)}) are free; nothing was changed. Free space, or give another place: --into "
-            "PATH, once per member"
-        )
-    with _new_store(old, target, replace=into is None, specs=specs, scratch=scratch, weights=weights) as new:
+    with new_store(
+        specs,
+        target,
+        screen,
+        scratch_bytes=scratch,
+        weights=_weights(old, target),
+        like=old,
+        replaces=into is None,
+    ) as (new, nbytes):
         with screen.progress("writing the new store", len(state.parameters)) as advance:
             for name in state.parameters:
                 _write_parameter(new, state, change, name)
@@ -112,7 +101,7 @@ def rewrite_store(
         for name, values in change.replaced.items():
             new.write_elements(name, 0, values.reshape(-1))
         new.commit(change.run_state)
-    return {"paths": target, "bytes": needed}
+    return {"paths": target, "bytes": nbytes}
 
 
 def _own_path(old: TensorStore) -> list[str]:
@@ -209,51 +198,3 @@ def _copy(old: TensorStore, new: TensorStore, name: str) -> None:
     for tile in range(old.tiles(name)):
         start, n = old.tile_span(name, tile)
         new.write_elements(name, start, old.read_elements(name, start, n))
-
-
-@contextmanager
-def _new_store(
-    old: TensorStore,
-    target: Sequence[str],
-    *,
-    replace: bool,
-    specs: Sequence[TensorSpec],
-    scratch: int,
-    weights: Sequence[int],
-) -> Iterator[TensorStore]:
-    """Yields an empty store that is at ``target`` when the block has ended well, and gone when it has not."""
-    final = [Path(path) for path in target]
-    files = [path for path in final if block_device_bytes(str(path)) is None]
-    for path in files:
-        if not replace and path.exists():
-            what = "a store" if has_superblock(str(path)) else "something"
-            raise StoreError(
-                f"cannot make a store at '{path}': there is {what} already; nothing was changed. Choose another place, "
-                "or move it away"
-            )
-        if path.parent.is_dir():
-            remove_leftovers(path)
-    made = [partial_path(path) if path in files else path for path in final]
-    store = TensorStore.create(
-        [str(path) for path in made],
-        specs=specs,
-        scratch_bytes=scratch,
-        durability=old.durability,
-        block_bytes=old.block_bytes,
-        weights=weights,
-        direct_io="optional",
-        continues=old,
-    )
-    try:
-        yield store
-        store.close()
-        for source, path in zip(made, final, strict=True):
-            if source != path:
-                source.rename(path)
-                sync_folder(path.parent)
-    except BaseException:
-        store.close()
-        for path in made:
-            if path not in final:
-                remove(path)
-        raise

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +19,6 @@ from memascend_jax.errors import StoreError
 from memascend_jax.optim.format_conversion import TileState
 from memascend_jax.optim.state_format import MASTER, RESIDUAL, Leaf, StateFormat
 from memascend_jax.storage.tensor_store import TensorSpec, TensorStore
-
-Item = TypeVar("Item")
-_END: Any = object()
 
 
 class StoredState:
@@ -147,12 +143,3 @@ def write_state(
         if values.size < n:
             values = np.concatenate([values, np.zeros(n - values.size, values.dtype)])
         store.write_elements(name + leaf.suffix, first, values)
-
-
-def ahead(items: Iterator[Item]) -> Iterator[Item]:
-    """Yields ``items``, each made on a thread of its own while the one before is in use."""
-    with ThreadPoolExecutor(1, thread_name_prefix="memascend-ahead") as thread:
-        pending = thread.submit(next, items, _END)
-        while (item := pending.result()) is not _END:
-            pending = thread.submit(next, items, _END)
-            yield item

@@ -15,7 +15,7 @@ from stores import ANY_DISK
 from memascend_jax import cli
 from memascend_jax.optim.format_conversion import Rounding, convert_tile, decode_tile
 from memascend_jax.optim.state_format import state_format
-from memascend_jax.recipes import store_rewrite
+from memascend_jax.recipes import new_store, store_rewrite
 from memascend_jax.storage.tensor_store import TensorStore
 from memascend_jax.training.run_state import RunState
 
@@ -164,10 +164,10 @@ def test_a_store_that_is_in_use_is_refused(tmp_path, capsys) -> None:
 
 def test_without_the_room_for_both_nothing_is_begun(tmp_path, monkeypatch, capsys) -> None:
     make_run_store(tmp_path / "a.store")
-    monkeypatch.setattr(store_rewrite, "disk_free_bytes", lambda paths: 1000)
+    monkeypatch.setattr(new_store, "disk_free_bytes", lambda paths: 1000)
     message = refused(tmp_path / "a.store", "split", capsys=capsys)
     assert "1,000 (1000 B) are free" in message
-    assert "--into" in message
+    assert "choose another place" in message
 
 
 def test_what_is_no_run_is_refused_by_what_it_is(tmp_path, capsys) -> None:

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model from a Hugging Face folder or a GGUF file into a store of its own, a few pieces at a time. jax-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memascend_jax.checkpoints.smollm2 import smollm2_135m_path
+from memascend_jax.checkpoints.source import Checkpoint, CheckpointTensor, open_checkpoint
+from memascend_jax.checkpoints.store_checkpoint import FILE_PREFIX, ModelRecord, file_array, model_specs
+from memascend_jax.dtypes import to_dtype
+from memascend_jax.errors import DataError
+from memascend_jax.observe.screen import Screen
+from memascend_jax.optim.rounding import round_master, widen
+from memascend_jax.recipes.inputs import SMOLLM2
+from memascend_jax.recipes.new_store import new_store
+from memascend_jax.storage.ahead import ahead
+from memascend_jax.storage.device import resolve_paths
+from memascend_jax.storage.tensor_store import TensorStore
+
+#: Tiles that are read at once, where they are whole rows.
+_TILES_PER_PIECE = 2
+
+
+def import_model(source: str, paths: Sequence[str], dtype: str | None, screen: Screen) -> dict[str, Any]:
+    """Leaves the model of ``source`` in a new store at ``paths``, byte for byte, or when it fails nothing.
+
+    Args:
+        source: a Hugging Face folder, a GGUF file, or ``smollm2-135m``.
+        dtype: what the weights are rounded to, to nearest; None: what they are.
+
+    Returns:
+        ``paths``, ``bytes`` of the store, ``tensors``, ``parameters`` and ``parameter_bytes``.
+
+    Raises:
+        DataError: the model is not there, or damaged: everything wrong with its tensors is told.
+        StoreError: there is something at ``paths``, or no room; told before the first byte.
+    """
+    checkpoint = open_checkpoint(smollm2_135m_path() if source == SMOLLM2 else source)
+    try:
+        tensors = {
+            name: CheckpointTensor(tensor.shape, dtype or tensor.dtype)
+            for name, tensor in checkpoint.tensors.items()
+        }
+        files = checkpoint.export_files()
+        specs = model_specs(tensors, files)
+        with new_store(specs, resolve_paths(paths), screen) as (store, nbytes):
+            with screen.progress("reading the model", len(tensors)) as advance:
+                for name, start, values in ahead(_pieces(checkpoint, tensors, store)):
+                    store.write_elements(name, start, values)
+                    if start + values.size == _elements(tensors[name]):
+                        advance(name)
+            for name, content in files.items():
+                store.write_elements(FILE_PREFIX + name, 0, file_array(content))
+            store.commit(ModelRecord(checkpoint.config, source, checkpoint.digest).encode())
+        return {
+            "paths": resolve_paths(paths),
+            "bytes": nbytes,
+            "tensors": len(tensors),
+            "parameters": sum(_elements(tensor) for tensor in tensors.values()),
+            "parameter_bytes": sum(
+                _elements(tensors[spec.name]) * to_dtype(spec.dtype).itemsize
+                for spec in specs
+                if spec.name in tensors
+            ),
+        }
+    finally:
+        checkpoint.close()
+
+
+def _pieces(
+    checkpoint: Checkpoint, tensors: dict[str, CheckpointTensor], store: TensorStore
+) -> Iterator[tuple[str, int, NDArray[Any]]]:
+    """Every tensor in runs of whole tiles."""
+    for name, tensor in tensors.items():
+        total, tile = _elements(tensor), store.spec(name).tile_elements or 1
+        held: list[NDArray[Any]] = []
+        start = n_held = 0
+        nbytes = _TILES_PER_PIECE * tile * to_dtype(checkpoint.tensors[name].dtype).itemsize
+        for _, values in checkpoint.pieces(name, nbytes):
+            piece = values if values.dtype.name == tensor.dtype else round_master(widen(values), tensor.dtype)
+            held.append(piece)
+            n_held += piece.size
+            whole = n_held if start + n_held == total else n_held // tile * tile
+            if whole:
+                joined = held[0] if len(held) == 1 else np.concatenate(held)
+                yield name, start, joined[:whole]
+                start += whole
+                held = [joined[whole:]] if whole < n_held else []
+                n_held -= whole
+        if start != total:
+            raise DataError(f"tensor '{name}' ended after {start + n_held:,} of {total:,} elements")
+
+
+def _elements(tensor: CheckpointTensor) -> int:
+    return int(np.prod(tensor.shape, dtype=np.int64))
