@@ -239,8 +239,8 @@ class UpdateStream:
         staying: list[Ticket] = []
         ended = False
         while True:
-            # Half of the slots read ahead, the others are computed on or being written.
-            while not ended and sum(item.leased for item in reading) < max(1, self._depth // 2):
+            # Half of the slots are read ahead or computed on, the others are being written. Of three, one reads ahead.
+            while not ended and sum(item.leased for item in reading) < (self._depth + 1) // 2:
                 try:
                     work = queue.get(block=not reading)
                 except Empty:
