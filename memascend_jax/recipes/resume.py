@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 
@@ -61,7 +62,7 @@ def check_settings(found: Found, config: Config) -> Found:
     """
     _check_format(found, config)
     _check_durability(found, config)
-    changes = [change for change in training_changes(found.state.config, config) if not change.grows]
+    changes = _without_growth(training_changes(found.state.config, config), found.state.config)
     _refuse(found, config, [change for change in changes if change.key not in CONTENT_KEYS])
     return replace(found, changes=tuple(changes))
 
@@ -103,11 +104,13 @@ def check_tensors(found: Found, specs: Sequence[TensorSpec]) -> None:
         f"'{name}' is of no use to this run" for name in found.specs.keys() - {spec.name for spec in specs}
     ]
     if faults:
+        # Of a tensor whose state does not fit either the parameter says enough.
+        faults.sort(key=lambda fault: ("#" in fault, fault))
         more = f" and {counted(len(faults) - _SHOWN, 'more', 'more')}" if len(faults) > _SHOWN else ""
         changed = f" (changed: {', '.join(map(str, found.changes))})" if found.changes else ""
         raise StoreError(
             f"{found.where} holds a run at step {found.state.step} whose state does not fit this model{changed}: "
-            f"{'; '.join(sorted(faults)[:_SHOWN])}{more}; nothing was changed. Use the same model to go on, or another "
+            f"{'; '.join(faults[:_SHOWN])}{more}; nothing was changed. Use the same model to go on, or another "
             "run.dir or offload.store to start anew"
         )
 
@@ -144,6 +147,17 @@ def sequences_read(state: RunState) -> int:
         return state.sequences
     train = state.config["train"]
     return int(state.step * train["micro_batch_size"] * train["gradient_accumulation_steps"])
+
+
+def _without_growth(changes: Sequence[Change], saved: Mapping[str, Any]) -> list[Change]:
+    """Leaves out that the run is longer, and a warm-up that nobody chose and that was cut to the shorter run."""
+    grows = any(change.grows for change in changes)
+    was_cut = grows and saved["optimizer"]["warmup_steps"] == saved["train"]["steps"]
+    return [
+        change
+        for change in changes
+        if not change.grows and not (was_cut and change.key == "optimizer.warmup_steps")
+    ]
 
 
 def _refuse(found: Found, config: Config, changes: Sequence[Change]) -> None:

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 from killed_runs import End, Outcome, Runs, check_same, outcome
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+from memascend_jax.observe.metrics import read_lines
 
-#: From the first step on a process does one in about 35 ms; the first one takes ten times as long.
-_LONGEST_LIFE_S = 0.5
+pytestmark = pytest.mark.integration
+
+#: A process needs about 0.4 s for its first step, then 35 ms each.
+_LONGEST_LIFE_S = 1.0
 VARIANTS: dict[str, Sequence[str]] = {
     "exact, gradients on SSD": (),
     "in the backward": ("optimizer.clip_norm=null",),
@@ -50,6 +52,7 @@ def test_a_run_that_is_killed_at_its_writes_flushes_lines_and_files_goes_on(tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_run_that_is_killed_at_a_hundred_random_instants_goes_on(tmp_path: Path, variant: str) -> None:
     rng = np.random.default_rng(sum(variant.encode()))
@@ -68,9 +71,14 @@ def test_a_run_that_is_killed_at_a_hundred_random_instants_goes_on(tmp_path: Pat
 
 def killed_until_done(runs: Runs, folder: Path, expected: Outcome, rng: np.random.Generator) -> int:
     """Kills a run again and again until it has ended by itself, compares it, and returns how often it was killed."""
-    kills = 0
+    kills, longest_life_s, steps = 0, _LONGEST_LIFE_S, [0]
     # One in seven while it starts and reads its state, the others while it trains.
-    while runs.kill_after(folder, float(rng.uniform(0, _LONGEST_LIFE_S)), began=bool(rng.random() > 1 / 7)):
+    while runs.kill_after(folder, float(rng.uniform(0, longest_life_s)), began=bool(rng.random() > 1 / 7)):
         kills += 1
+        metrics = folder / "metrics.jsonl"
+        steps.append(len(read_lines(metrics)) if metrics.exists() else 0)
+        if len(set(steps[-6:])) == 1:
+            # On a busy machine not even a step gets done.
+            longest_life_s *= 1.5
     check_same(folder, expected)
     return kills

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run goes on with other settings where that is harmless or allowed, and exactly where it stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import pytest
+from killed_runs import Outcome, check_same, outcome
+from tiny_checkpoints import hf_config, random_tensors, write_folder
+
+from memascend_jax.config import load_config
+from memascend_jax.data.batches import BatchOrder
+from memascend_jax.data.packing import PackedExamples
+from memascend_jax.errors import ConfigError, StoppedError, StoreError
+from memascend_jax.observe.metrics import read_lines
+from memascend_jax.recipes import finetune
+from memascend_jax.storage.tensor_store import TensorStore
+from memascend_jax.training.loop import StepData
+from memascend_jax.training.run_state import RunState
+
+pytestmark = pytest.mark.integration
+
+STEPS = 8
+CONSTANT = ("optimizer.schedule=constant", "optimizer.warmup_steps=2", "train.eval_every=3")
+
+
+def go(folder: Path, *settings: str, steps: int = STEPS) -> int:
+    config = load_config(
+        ["tiny_random"],
+        [f"run.dir={folder}", "offload.direct_io=optional", f"train.steps={steps}", *settings],
+    )
+    return finetune.run(config)
+
+
+@pytest.fixture
+def stop_after(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Starts a run that a signal stops after a step."""
+
+    def start(step: int, folder: Path, *settings: str) -> None:
+        after_step = finetune._after_step
+
+        def signalled(job: finetune.Run, session: object, state: RunState) -> RunState:
+            if state.step == step:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return after_step(job, session, state)  # type: ignore[arg-type]
+
+        with monkeypatch.context() as patch, pytest.raises(StoppedError):
+            patch.setattr(finetune, "_after_step", signalled)
+            go(folder, *settings)
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    assert go(folder, *CONSTANT) == 0
+    return outcome(folder)
+
+
+def test_a_complete_run_goes_on_when_it_is_to_be_longer(
+    tmp_path: Path, undisturbed: Outcome, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    assert go(folder, *CONSTANT, steps=6) == 0
+    exported = (folder / "export" / "model.safetensors").read_bytes()
+    assert go(folder, *CONSTANT) == 0
+    check_same(folder, undisturbed)
+    assert (folder / "export_step_6" / "model.safetensors").read_bytes() == exported
+    assert json.loads((folder / "summary_step_6.json").read_text())["step"] == 6
+    assert "the results of step 6 are kept: export_step_6 and summary_step_6.json" in capfd.readouterr().err
+    with pytest.raises(ConfigError, match=r"train\.steps \(8 → 6\)"):
+        go(folder, *CONSTANT, steps=6)
+
+
+def test_settings_that_change_nothing_of_the_training_are_others_after_a_stop(
+    tmp_path: Path, undisturbed: Outcome, stop_after: Callable[..., None]
+) -> None:
+    first = tmp_path / "first"
+    stop_after(3, first, *CONSTANT)
+    # Copied to another place, with its store, as to another machine.
+    folder = tmp_path / "second"
+    shutil.copytree(first, folder)
+    shutil.rmtree(first)
+    for step, settings in (
+        (5, ("offload.host_memory=1GiB", "run.trace=true", "offload.io_backend=threads")),
+        (6, ("offload.host_memory=560MiB", "train.samples=2", "checkpoint.keep=7")),
+    ):
+        stop_after(step, folder, *CONSTANT, *settings)
+    assert go(folder, *CONSTANT, "offload.update=exact", "offload.durability=step") == 0
+    check_same(folder, undisturbed)
+
+
+def test_a_signal_in_an_evaluation_breaks_it_off_and_it_is_done_after_the_resume(
+    tmp_path: Path, undisturbed: Outcome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    evaluate = finetune.evaluate
+    evaluations = 0
+
+    def signalled(*arguments: object, **more: object) -> float:
+        nonlocal evaluations
+        evaluations += 1
+        # The one before the training, the one after step 3, and the one after the training.
+        if evaluations in (1, 3, 6):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(*arguments, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(finetune, "evaluate", signalled)
+    for words in (
+        "before the training, at step 0 of 8",
+        "after step 3 of 8",
+        "after the training, at step 8 of 8",
+    ):
+        with pytest.raises(StoppedError, match=words):
+            go(folder, *CONSTANT)
+        assert "SIGTERM" in json.loads((folder / "status.json").read_text())["message"]
+    assert go(folder, *CONSTANT) == 0
+    assert evaluations == 7
+    check_same(folder, undisturbed)
+
+
+class Indices:
+    """Examples whose batches are their numbers."""
+
+    def batch(self, indices: np.ndarray) -> np.ndarray:
+        return indices
+
+
+def test_another_batch_size_is_refused_and_if_allowed_goes_on_in_the_data(
+    tmp_path: Path, stop_after: Callable[..., None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    larger = "train.gradient_accumulation_steps=4"
+    stop_after(2, folder, "train.steps=5")
+    before = (folder / "metrics.jsonl").read_bytes()
+    with pytest.raises(
+        ConfigError,
+        match=r"gradient_accumulation_steps \(2 → 4\).*allow_changed=\[optimizer\.clip_norm, train\.grad",
+    ):
+        go(folder, larger, "optimizer.clip_norm=null", "run.allow_changed=[optimizer.clip_norm]", steps=5)
+    assert (folder / "metrics.jsonl").read_bytes() == before
+    assert go(folder, larger, "run.allow_changed=[train.gradient_accumulation_steps]", steps=5) == 0
+    assert (
+        "with other settings, as allowed: train.gradient_accumulation_steps (2 → 4)" in capfd.readouterr().err
+    )
+    assert [line["tokens"] for line in read_lines(folder / "metrics.jsonl")] == [256, 256, 512, 512, 512]
+    with TensorStore.open([folder / "memascend.store"], read_only=True, direct_io="optional") as store:
+        assert RunState.decode(store.run_state, "store").sequences == 2 * 4 + 3 * 8
+    data = StepData(cast(PackedExamples, Indices()), BatchOrder(512, 0), 4, 2, done_steps=2, read=8)
+    assert (
+        np.concatenate(data.of_step(3) + data.of_step(4)).tolist() == BatchOrder(512, 0).take(8, 16).tolist()
+    )
+    state = json.loads((folder / "status.json").read_text())
+    assert (state["state"], state["step"]) == ("done", 5)
+    # The new values are those of the run from now on.
+    assert go(folder, larger, steps=5) == 0
+
+
+@pytest.fixture
+def jsonl_run(tmp_path: Path) -> tuple[Path, Path, Callable[..., int]]:
+    """A finished run of two steps on a file, and what goes on with it."""
+    config = hf_config()
+    model, data = write_folder(tmp_path / "model", config, random_tensors(config)), tmp_path / "data.jsonl"
+    data.write_text(
+        "".join(json.dumps({"text": f"line {number} of the data " * 8}) + "\n" for number in range(40))
+    )
+
+    def again(*settings: str, steps: int = 3) -> int:
+        files = (f"model.source={model}", "model.config={}", f"data.source={data}", "data.seq_len=64")
+        return go(tmp_path / "run", *files, "run.export=false", *settings, steps=steps)
+
+    assert again(steps=2) == 0
+    return model, data, again
+
+
+def test_other_contents_of_the_same_file_are_noticed_and_the_same_under_another_name_go_on(
+    tmp_path: Path, jsonl_run: tuple[Path, Path, Callable[..., int]]
+) -> None:
+    model, data, again = jsonl_run
+    text = data.read_text()
+    data.write_text(text.replace("line 7 ", "line 77 "))
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    with pytest.raises(
+        ConfigError, match=r"data\.source \(.*data\.jsonl as it was → its contents as they are now\)"
+    ):
+        again()
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+    moved = tmp_path / "moved.jsonl"
+    moved.write_text(text)
+    assert again(f"data.source={moved}") == 0
+    assert again("run.allow_changed=[data.source]", steps=4) == 0
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "rope_theta": 1e6}))
+    with pytest.raises(ConfigError, match=r"model\.source \(.*model as it was"):
+        again(steps=5)
+    with pytest.raises(
+        ConfigError, match=r"data\.seq_len \(64 → 32\), model\.source|data\.seq_len \(64 → 32\)"
+    ):
+        again("data.seq_len=32", steps=5)
+
+
+def test_a_state_that_does_not_fit_cannot_be_allowed(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    assert go(folder, "run.export=false", steps=1) == 0
+    # The warm-up was cut to the one step; that it is not any more needs no leave.
+    assert go(folder, "run.export=false", steps=2) == 0
+    before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    for settings, words in (
+        (
+            ("model.config.intermediate_size=192",),
+            r"mlp\.down_proj\.weight' is bfloat16\[64, 176\] in the store",
+        ),
+        (("model.config.num_hidden_layers=2",), r"layers\.2\..*is of no use to this run"),
+        (("model.compute_dtype=float32",), r"(is missing|is of no use|not float32)"),
+        (("optimizer.state_format=int8",), r"optimizer\.state_format=fp32, not int8"),
+    ):
+        with pytest.raises(StoreError, match=words):
+            go(folder, *settings, "run.allow_changed=true", steps=3)
+    with pytest.raises(StoreError, match=r"there is no store at"):
+        go(folder, "run.resume=required", f"offload.store=[{tmp_path}/none]", steps=3)
+    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
+
+
+def test_a_store_keeps_its_durability(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    assert go(folder, "run.export=false", "offload.durability=checkpoint", steps=1) == 0
+    with pytest.raises(
+        StoreError, match=r"made with durability checkpoint, which offload.durability=step does not"
+    ):
+        go(folder, "offload.durability=step", steps=2)
+    assert go(folder, "run.export=false", steps=2) == 0
+    assert json.loads((folder / "plan.json").read_text())["durability"] == "checkpoint"
