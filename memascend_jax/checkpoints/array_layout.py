@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -135,13 +135,20 @@ def array_from_json(group: str, tensor: str, values: Mapping[str, Any]) -> Array
 
 
 def state_arrays(
-    fmt: StateFormat, tensors: Sequence[TensorShape], chunk_bytes: int = CHUNK_BYTES
+    fmt: StateFormat,
+    tensors: Sequence[TensorShape],
+    frozen: Collection[str] = (),
+    chunk_bytes: int = CHUNK_BYTES,
 ) -> list[ArrayLayout]:
-    """Returns the arrays of a checkpoint of ``tensors`` in ``fmt``: parameters and every leaf of their state."""
+    """Returns the arrays of a checkpoint of ``tensors`` in ``fmt``: parameters and every leaf of their state.
+
+    Args:
+        frozen: names of tensors that are not trained, and have no state.
+    """
     arrays = []
     for tensor in tensors:
         arrays.append(_array(PARAMS, tensor.name, tensor.shape, fmt.param_dtype, chunk_bytes))
-        for leaf in fmt.leaves:
+        for leaf in () if tensor.name in frozen else fmt.leaves:
             shape = tensor.shape
             if leaf.per > 1:
                 # Without the padding that a store's tiles have, which depends on their size.

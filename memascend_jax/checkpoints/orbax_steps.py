@@ -21,7 +21,7 @@ from absl import logging as absl_logging
 from numpy.typing import NDArray
 from orbax.checkpoint.experimental import v1 as ocp  # type: ignore[import-untyped]
 
-from memascend_jax.checkpoints.array_files import ArrayWriter, sync_files, sync_names
+from memascend_jax.checkpoints.array_files import ArrayWriter, sync_disk
 from memascend_jax.checkpoints.array_layout import TREE_FILE, ZARR_FILE, ArrayLayout, tree_text
 from memascend_jax.checkpoints.saved_step import METRICS, MODEL_FILES, RUN, STATE, StepRecord
 
@@ -95,13 +95,15 @@ async def _write_state(directory: Any, state: StreamedState) -> None:
     for name, content in state.model_files.items():
         (folder / MODEL_FILES / name).write_bytes(content)
     (folder / TREE_FILE).write_text(tree_text(state.arrays), encoding="utf-8")
-    sync_files([folder])
+    # Before orbax gives the step its name: afterwards it is to be whole.
+    sync_disk(folder)
 
 
 class OrbaxSteps:
     """The steps of one run in ``folder``, which is made if need be; what a killed save left there is removed.
 
     Args:
+        folder: for steps alone.
         every: steps between saves.
         keep: newest steps that are kept.
         keep_best: besides these, the steps of the lowest ``EVAL_LOSS``.
@@ -110,7 +112,7 @@ class OrbaxSteps:
     def __init__(self, folder: Path, *, every: int, keep: int, keep_best: int = 0) -> None:
         absl_logging.set_verbosity(absl_logging.ERROR)
         folder.mkdir(parents=True, exist_ok=True)
-        self._folder = folder
+        self.folder = folder
         self._preservation = _preservation(keep, keep_best)
         registry = ocp.handlers.local_registry(include_global_registry=False)
         registry.add(StreamedStateHandler, checkpointable_name=STATE)
@@ -147,8 +149,8 @@ class OrbaxSteps:
         self._checkpointer.save_checkpointables(
             step, {STATE: state, RUN: record.to_json()}, force=True, metrics=dict(metrics) or None
         )
-        sync_files([self._folder / str(step) / name for name in (RUN, METRICS)])
-        sync_names([self._folder / str(step), self._folder])
+        # The record and the name are on disk before an older step goes.
+        sync_disk(self.folder)
         return self._forget()
 
     def forget(self, step: int) -> None:

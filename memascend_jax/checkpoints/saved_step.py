@@ -47,6 +47,7 @@ class StepRecord:
         run_state: what the run goes on with, as its own ``RunState`` writes it.
         run_id: of the run that saved it.
         version: of the program that saved it.
+        frozen: tensors that were not trained, and have no state.
     """
 
     step: int
@@ -56,6 +57,7 @@ class StepRecord:
     run_state: Mapping[str, Any]
     run_id: str | None
     version: str
+    frozen: Sequence[str] = ()
     schema: int = SCHEMA
     program: str = PROGRAM
 
@@ -97,7 +99,7 @@ class SavedStep:
         """
         found: dict[tuple[str, str], ArrayLayout] = {}
         faults = []
-        for expected in state_arrays(self.format, self.tensors):
+        for expected in state_arrays(self.format, self.tensors, frozenset(self.record.frozen)):
             layout, fault = self._read_array(expected)
             faults += [fault] if fault else []
             if layout is not None:

@@ -24,6 +24,7 @@ def findings(config: Config) -> Iterator[Finding]:
     yield from _length(config)
     yield from _optimizer(config)
     yield from _offload(config)
+    yield from _checkpoint(config)
     yield from _allowed(config)
 
 
@@ -33,8 +34,6 @@ def _unavailable(config: Config) -> Iterator[Finding]:
             ("offload.device_memory",),
             "offload.device_memory is not available in this version, nothing would obey it; use null",
         )
-    if config.checkpoint.every:
-        yield ("checkpoint.every",), "checkpoint.every is not available in this version; set it to 0"
 
 
 def _model_and_data(config: Config) -> Iterator[Finding]:
@@ -163,3 +162,18 @@ def _allowed(config: Config) -> Iterator[Finding]:
         close = nearest(name, known)
         hint = f"; did you mean {close!r}?" if close else ""
         yield ("run.allow_changed",), f"run.allow_changed: there is no key {name!r}{hint}"
+
+
+def _checkpoint(config: Config) -> Iterator[Finding]:
+    checkpoint, every = config.checkpoint, config.train.eval_every
+    if checkpoint.keep_best and not checkpoint.every:
+        yield (
+            ("checkpoint.keep_best", "checkpoint.every"),
+            "checkpoint.keep_best keeps checkpoints, but checkpoint.every saves none: set checkpoint.every",
+        )
+    elif checkpoint.keep_best and (not every or (checkpoint.every or 0) % every):
+        yield (
+            ("checkpoint.keep_best", "train.eval_every", "checkpoint.every"),
+            f"checkpoint.keep_best needs the held-out loss of every checkpoint: checkpoint.every={checkpoint.every}"
+            f" must be a multiple of train.eval_every, which is {every}",
+        )

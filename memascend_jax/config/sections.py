@@ -218,10 +218,18 @@ class OffloadSection(Section):
 
 
 class CheckpointSection(Section):
-    """Copies of the state besides the store."""
+    """Copies of the state besides the store, which orbax and tensorstore read too."""
 
-    every: Count = Field(default=0, description="Steps between checkpoints in run.dir; 0: none.")
+    every: Count | None = Field(default=0, description="Steps between checkpoints; 0 or null: none.")
     keep: PositiveCount = Field(default=2, description="Newest checkpoints that are kept.")
+    keep_best: Count = Field(
+        default=0,
+        description="Checkpoints of the lowest held-out loss that are kept besides; needs train.eval_every.",
+    )
+    dir: PathText | None = Field(
+        default=None,
+        description="Folder of the checkpoints, for one run alone; null: checkpoints in run.dir.",
+    )
 
 
 class RunSection(Section):
@@ -234,6 +242,11 @@ class RunSection(Section):
     resume: Literal["auto", "never", "required"] = Field(
         default="auto",
         description="Go on with an unfinished run found in run.dir: auto, never, or required.",
+    )
+    restore: Text | None = Field(
+        default=None,
+        description="Checkpoint that a new run begins with, moments and step included: a folder of steps"
+        " (the newest), one step's folder, or a step of checkpoint.dir.",
     )
     allow_changed: KeyNames = Field(
         default=(),

@@ -20,7 +20,7 @@ from memascend_jax.checkpoints.export import export_huggingface
 from memascend_jax.config import Config, to_dict
 from memascend_jax.data.batches import BatchOrder, steps_of_epochs
 from memascend_jax.data.dataset import Dataset
-from memascend_jax.errors import MemascendError, RunError, StoppedError
+from memascend_jax.errors import ConfigError, MemascendError, RunError, StoppedError
 from memascend_jax.memory.allocator import limit_heap_growth, trim_heap
 from memascend_jax.memory.meter import Meter, take_sample
 from memascend_jax.memory.pressure import MemoryWatch
@@ -30,8 +30,17 @@ from memascend_jax.observe.metrics import MetricsFile, read_lines
 from memascend_jax.observe.report import read_summary
 from memascend_jax.observe.screen import Screen
 from memascend_jax.observe.trace import recording
+from memascend_jax.recipes.checkpoint_space import (
+    check_checkpoint_folder,
+    check_checkpoint_space,
+    checkpoint_space,
+    prove_writable,
+    saves_checkpoints,
+)
+from memascend_jax.recipes.checkpointing import RunCheckpoints, open_checkpoints
 from memascend_jax.recipes.gauges import build_gauges, meter_facts
 from memascend_jax.recipes.inputs import ModelSource, open_data, open_model
+from memascend_jax.recipes.origin import Origin, check_origin, find_origin
 from memascend_jax.recipes.planning import plan_config
 from memascend_jax.recipes.resume import (
     Found,
@@ -42,10 +51,11 @@ from memascend_jax.recipes.resume import (
     sequences_read,
 )
 from memascend_jax.recipes.run_folder import RunFolder
-from memascend_jax.recipes.run_store import durability_note, find_run, has_store, open_store
+from memascend_jax.recipes.run_store import durability_note, has_store, open_store
 from memascend_jax.recipes.run_summary import summarise
 from memascend_jax.recipes.session import Session, open_arena, open_session
 from memascend_jax.recipes.store_place import check_places
+from memascend_jax.training.checkpoint_state import restore_state
 from memascend_jax.training.generate import generate_greedy
 from memascend_jax.training.initialise import initialise_state
 from memascend_jax.training.loop import StepData, Trainer, evaluate
@@ -72,8 +82,10 @@ class Run:
     plan: RunPlan
     total_steps: int
     state: RunState
-    #: What the run goes on with; None: it is a new one.
-    found: Found | None
+    #: What the run goes on with or begins with.
+    origin: Origin
+    #: What saves checkpoints, once there is something to save; None: nothing is.
+    checkpoints: RunCheckpoints | None = None
     #: The model as a stop left it, where there is no store to go on from.
     kept: Path | None = None
     #: What is under way and changes nothing that is kept, so that a stop need not wait for its end.
@@ -87,6 +99,11 @@ class Run:
             yield
         finally:
             self.looking = None
+
+    @property
+    def found(self) -> Found | None:
+        """The run in the store that goes on; None: the store is a new one."""
+        return self.origin.found
 
     @property
     def resumed(self) -> bool:
@@ -138,25 +155,37 @@ def _say_stopping(signal_name: str) -> None:
 def _stopped(job: Run, error: StoppedError) -> MemascendError:
     text = f"{error}; {_how_to_go_on(job)}"
     # Only what can be resumed ends with the status that says so.
-    return StoppedError(text) if has_store(job.config) else RunError(text)
+    return StoppedError(text) if has_store(job.config) or _saved_step(job) else RunError(text)
 
 
 def _how_to_go_on(job: Run) -> str:
     if has_store(job.config):
         return "the same command goes on from there"
+    step = _saved_step(job)
+    if step is not None:
+        return f"the same command goes on from the checkpoint of step {step}"
     lost = f"offload.placement={job.plan.placement} keeps nothing on disk, so it cannot be resumed"
     if job.kept is None:
         return lost
     return f"{lost}. The model as it is now is in {job.kept}: a new run can begin with it (model.source)"
 
 
+def _saved_step(job: Run) -> int | None:
+    """The step of the newest checkpoint of this run, from which it can go on without a store."""
+    return job.checkpoints.newest if job.checkpoints is not None else None
+
+
 def _load(config: Config, stack: ExitStack) -> Run:
     """Reads shapes, tokenizer and data, finds an earlier run, and plans; reads no weights and writes nothing."""
     screen = stack.enter_context(Screen())
-    found, folder = find_run(config), RunFolder(config)
+    origin, folder = find_origin(config), RunFolder(config)
+    found = origin.found
+    if saves_checkpoints(config):
+        check_checkpoint_folder(config)
     if found is None:
         folder.check_writable()
-        folder.check_is_free()
+        if not origin.own or folder.has_results:
+            folder.check_is_free()
         if has_store(config):
             check_places(config)
     else:
@@ -168,10 +197,20 @@ def _load(config: Config, stack: ExitStack) -> Run:
     data = open_data(config, model)
     contents = content_digests(model.config, data)
     if found is None:
+        if origin.saved is not None:
+            check_origin(origin, config, model.config, contents)
         plan = plan_config(config, model.config, n_examples=data.sequences)
-        state = RunState(0, to_dict(config), plan.depths.tile_elements, contents=contents)
+        state = origin.state() if origin.saved is not None else RunState(0, {}, 0)
+        state = replace(
+            state,
+            config=to_dict(config),
+            tile_elements=plan.depths.tile_elements,
+            contents=contents,
+            sequences=sequences_read(state) if state.step else 0,
+        )
     else:
         found = check_contents(found, config, contents)
+        origin = replace(origin, found=found)
         plan = plan_config(
             _with_durability(config, found.durability),
             model.config,
@@ -181,9 +220,18 @@ def _load(config: Config, stack: ExitStack) -> Run:
         # From the next commit on the settings of now are those to be compared with.
         read = sequences_read(found.state)
         state = replace(found.state, config=to_dict(config), contents=contents, sequences=read)
-    job = Run(config, folder, screen, model, data, plan, _total_steps(config, data, state), state, found)
+    job = Run(config, folder, screen, model, data, plan, _total_steps(config, data, state), state, origin)
     if found is not None and not job.is_complete:
         check_tensors(found, plan.specs)
+    if found is None and state.step >= job.total_steps:
+        raise ConfigError(
+            f"the checkpoint is of step {state.step}, and the run ends at step {job.total_steps}: nothing would be "
+            "trained. Set train.steps to more; for the model alone there is memascend export"
+        )
+    if not job.is_complete:
+        space = checkpoint_space(config, plan.layout.format, plan.layout.tensors, plan.layout.frozen)
+        if space is not None:
+            check_checkpoint_space(space, plan.disk_bytes if found is None else 0)
     return job
 
 
@@ -203,6 +251,8 @@ def _begin(job: Run) -> None:
             f"the results of step {job.state.step} are kept: {job.folder.keep_results(job.state.step)}"
         )
         job.state = job.state.without_results("finished", "eval_loss_after", "answers_after")
+    if saves_checkpoints(job.config):
+        prove_writable(job.config)
     job.folder.prepare(job.config, job.plan.to_json(), job.state.step, job.total_steps)
     job.screen.show_plan(job.plan.rows())
     job.screen.show_data(job.data, job.model.coder)
@@ -261,6 +311,8 @@ def _set_up(
         note = durability_note(job.config, job.plan, store)
         if note is not None:
             job.screen.say(note)
+    for note in job.origin.notes:
+        job.screen.say(note)
     if job.found is not None:
         job.screen.say(f"going on from step {job.state.step} of {job.total_steps}")
         for note in notes(job.found, job.config, job.total_steps):
@@ -279,8 +331,25 @@ def _set_up(
                 stop.check("while the model was read: the run had not begun")
                 advance(name)
 
-            initialise_state(job.plan.layout, session.placement, job.model.pieces, on_tensor)
+            if job.origin.saved is not None:
+                seed = job.config.train.seed
+                restore_state(
+                    job.plan.layout, session.placement, job.origin.saved, seed=seed, on_tensor=on_tensor
+                )
+            else:
+                initialise_state(job.plan.layout, session.placement, job.model.pieces, on_tensor)
         _commit(job, session)
+    job.checkpoints = stack.enter_context(
+        open_checkpoints(
+            job.config,
+            job.plan.layout,
+            session.placement,
+            job.model.export_files,
+            None if store is None else store.store_id,
+            job.state.step,
+            job.screen.say,
+        )
+    )
     trainer = Trainer(
         session.model,
         session.train_step,
@@ -356,13 +425,15 @@ def _train(job: Run, session: Session, trainer: Trainer, stop: StopRequest) -> N
                 job.total_steps,
                 stop,
                 on_line,
-                lambda state: _after_step(job, session, state),
+                lambda state: _after_step(job, session, trainer, state),
             )
     except StoppedError:
         _keep_model(job, session)
         raise
     trim_heap()
     _commit(job, session, **_looked_at(job, session, "after"))
+    if job.checkpoints is not None and job.checkpoints.is_due(job.state.step):
+        job.checkpoints.save(job.state, job.state.results["eval_loss_after"])
 
 
 def _looked_at(job: Run, session: Session, when: str) -> dict[str, Any]:
@@ -374,8 +445,13 @@ def _looked_at(job: Run, session: Session, when: str) -> dict[str, Any]:
 
 
 def _keep_model(job: Run, session: Session) -> None:
-    """Exports what a stop would lose, beside the place of a finished run's export."""
-    if has_store(job.config) or not job.config.run.export or job.state.step == 0:
+    """Saves what a stop would lose: as a checkpoint, or as a model beside the place of a finished run's export."""
+    if has_store(job.config) or job.state.step == 0:
+        return
+    if job.checkpoints is not None:
+        # From here the same command goes on.
+        job.checkpoints.save(job.state, None)
+    if _saved_step(job) == job.state.step or not job.config.run.export:
         return
     folder = job.folder.path / f"export_step_{job.state.step}"
     job.screen.say(f"nothing of this run is on disk: writing the model to {folder}")
@@ -383,13 +459,18 @@ def _keep_model(job: Run, session: Session) -> None:
     job.kept = folder
 
 
-def _after_step(job: Run, session: Session, state: RunState) -> RunState:
+def _after_step(job: Run, session: Session, trainer: Trainer, state: RunState) -> RunState:
     job.state = state
     job.folder.write_status("running", state.step, job.total_steps)
     if state.step == 1:
         trim_heap()
     if _evaluation_is_missing(job):
         job.state = state = _evaluated(job, session, state)
+    # The last step's waits for the evaluation after the training.
+    if job.checkpoints is not None and state.step < job.total_steps and job.checkpoints.is_due(state.step):
+        losses = dict(state.results.get("eval_losses", []))
+        trainer.leave_out(job.checkpoints.save(state, losses.get(state.step)))
+        session.clock.lap()
     return state
 
 
@@ -470,7 +551,6 @@ def _check_budget(job: Run) -> None:
 
 
 def _export(job: Run, session: Session, folder: Path, stop: StopRequest | None = None) -> None:
-    checkpoint = job.model.checkpoint
     layout = job.plan.layout
 
     def read(name: str, start: int, n_elements: int) -> NDArray[Any]:
@@ -483,7 +563,7 @@ def _export(job: Run, session: Session, folder: Path, stop: StopRequest | None =
         layout.tensors,
         layout.format.param_dtype,
         job.model.config,
-        checkpoint.export_files() if checkpoint else {},
+        job.model.export_files(),
         folder,
     )
 

@@ -35,6 +35,10 @@ class ModelSource:
     coder: Coder | None
     pieces: Pieces
 
+    def export_files(self) -> dict[str, bytes]:
+        """Returns what an exported folder holds beside the weights; of random weights nothing."""
+        return self.checkpoint.export_files() if self.checkpoint is not None else {}
+
     def close(self) -> None:
         """Closes the checkpoint's files."""
         if self.checkpoint is not None:

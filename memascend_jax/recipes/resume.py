@@ -52,6 +52,14 @@ class Found:
     def where(self) -> str:
         return f"the store {', '.join(self.paths)}"
 
+    @property
+    def other_ways(self) -> str:
+        """What a user can do who will not have the settings of before."""
+        return (
+            "another run.dir or offload.store to start anew, or remove the run: memascend store wipe "
+            f"{' '.join(self.paths)}"
+        )
+
 
 def check_settings(found: Found, config: Config) -> Found:
     """Returns ``found`` with the settings that are others now, all of which may be.
@@ -63,7 +71,7 @@ def check_settings(found: Found, config: Config) -> Found:
     _check_format(found, config)
     _check_durability(found, config)
     changes = _without_growth(training_changes(found.state.config, config), found.state.config)
-    _refuse(found, config, [change for change in changes if change.key not in CONTENT_KEYS])
+    refuse_changes(found, config, [change for change in changes if change.key not in CONTENT_KEYS])
     return replace(found, changes=tuple(changes))
 
 
@@ -89,7 +97,7 @@ def check_contents(found: Found, config: Config, contents: Mapping[str, str]) ->
     if found.state.config["data"].get("eval_sequences") != config.data.eval_sequences:
         # Other sequences are held out because fewer or more are.
         changes = [change for change in changes if change.key != "data.eval_source" or change.key in named]
-    _refuse(found, config, changes)
+    refuse_changes(found, config, changes)
     return replace(found, changes=tuple(changes))
 
 
@@ -160,7 +168,8 @@ def _without_growth(changes: Sequence[Change], saved: Mapping[str, Any]) -> list
     ]
 
 
-def _refuse(found: Found, config: Config, changes: Sequence[Change]) -> None:
+def refuse_changes(found: Found, config: Config, changes: Sequence[Change]) -> None:
+    """Raises ``ConfigError`` with all of ``changes`` that the configuration does not allow."""
     refused = not_allowed(changes, config.run.allow_changed)
     if not refused:
         return
@@ -168,8 +177,7 @@ def _refuse(found: Found, config: Config, changes: Sequence[Change]) -> None:
     raise ConfigError(
         f"{found.where} holds a run at step {found.state.step} that was started with other values of "
         f"{', '.join(map(str, refused))}; nothing was changed. Use the same values to go on, "
-        f"run.allow_changed=[{keys}] to go on with the new ones, another run.dir or offload.store to start anew, or "
-        f"remove the run: memascend store wipe {' '.join(found.paths)}"
+        f"run.allow_changed=[{keys}] to go on with the new ones, {found.other_ways}"
     )
 
 

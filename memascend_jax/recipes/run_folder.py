@@ -43,6 +43,11 @@ class RunFolder:
                 "else, which would be overwritten; choose another run.dir, or move them away"
             )
 
+    @property
+    def has_results(self) -> bool:
+        """Whether a run has ended here."""
+        return self._has("summary.json")
+
     def check_is_of(self, store_id: str, started_in: str, *, finished: bool) -> None:
         """Returns when the folder is that of the run in a store, or free for one that goes on; writes nothing.
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any
 
@@ -14,8 +14,17 @@ from memascend_jax.checkpoints.array_files import ArrayReader
 from memascend_jax.checkpoints.array_layout import PARAMS, group_of
 from memascend_jax.checkpoints.saved_step import SavedStep, check_model
 from memascend_jax.dtypes import to_dtype
-from memascend_jax.optim.format_conversion import Rounding, TileState, convert_tile
-from memascend_jax.optim.state_format import Leaf
+from memascend_jax.models.shapes import TensorShape
+from memascend_jax.optim.format_conversion import (
+    ExactState,
+    Rounding,
+    TileState,
+    convert_tile,
+    encode_tile,
+    master_of,
+)
+from memascend_jax.optim.rounding import round_master, widen
+from memascend_jax.optim.state_format import MASTER, RESIDUAL, Leaf
 from memascend_jax.training.model_layout import PARAMETER, ModelLayout, UpdatePiece
 from memascend_jax.training.placement import LoadedGroup, Placement
 
@@ -31,14 +40,15 @@ def stream_state(layout: ModelLayout, placement: Placement, write: Write) -> Non
     def visit(loaded: LoadedGroup) -> Sequence[Future[None]]:
         futures: list[Future[None]] = []
         for piece in loaded.group.pieces:
-            futures += write(PARAMS, piece.tensor, piece.start, loaded.view(piece, PARAMETER))
-            for leaf in layout.format.leaves:
-                start, n = _leaf_range(leaf, piece)
-                values = loaded.view(piece, leaf.suffix)[:n]
-                futures += write(group_of(leaf.suffix), piece.tensor, start, values)
+            for leaf in (None, *layout.format.leaves):
+                start, values = _place(loaded, piece, leaf)
+                futures += write(_group(leaf), piece.tensor, start, values)
         return futures
 
     placement.visit_groups(visit)
+    for tensor, start, n in _frozen_pieces(layout):
+        for future in write(PARAMS, tensor.name, start, placement.read(tensor.name, start, n)):
+            future.result()
 
 
 def restore_state(
@@ -51,7 +61,8 @@ def restore_state(
 ) -> None:
     """Makes the state that of the checkpoint, its checksums compared; the caller commits.
 
-    Between state formats what the target has fewer bits for is rounded as ``optim.format_conversion`` says.
+    Between state formats what the target has fewer bits for is rounded as ``optim.format_conversion`` says. What was
+    frozen and is trained now begins without moments.
 
     Args:
         seed: of stochastic rounding.
@@ -62,103 +73,121 @@ def restore_state(
     """
     check_model(saved, layout.tensors)
     with ThreadPoolExecutor(_READERS, thread_name_prefix="memascend-restore") as executor:
-        fill: _SameFormat | _OtherFormat
-        if saved.format == layout.format:
-            fill = _SameFormat(layout, saved, executor, on_tensor)
-        else:
-            fill = _OtherFormat(layout, saved, seed, on_tensor)
-        placement.fill_groups(fill)
+        restoring = _Restoring(layout, saved, executor, seed, on_tensor)
+        placement.fill_groups(restoring)
+    for tensor, start, n in _frozen_pieces(layout):
+        placement.write(tensor.name, start, restoring.parameters(tensor.name, start, n))
+        if start + n == tensor.elements:
+            on_tensor(tensor.name)
 
 
-class _Arrays:
-    """The arrays of a step being read."""
-
-    def __init__(self, layout: ModelLayout, saved: SavedStep, on_tensor: Callable[[str], None]) -> None:
-        self._readers = {key: saved.reader(*key) for key in saved.arrays}
-        self._elements = {tensor.name: tensor.elements for tensor in layout.tensors}
-        self._on_tensor = on_tensor
-
-    def reader(self, leaf: Leaf | None, tensor: str) -> ArrayReader:
-        return self._readers[PARAMS if leaf is None else group_of(leaf.suffix), tensor]
-
-    def passed(self, piece: UpdatePiece) -> None:
-        if piece.start + piece.n_elements == self._elements[piece.tensor]:
-            self._on_tensor(piece.tensor)
-
-
-class _SameFormat(_Arrays):
-    """Reads arrays to where they belong."""
+class _Restoring:
+    """Reads arrays to where they belong, or converts them on the way there, one tile at a time."""
 
     def __init__(
-        self, layout: ModelLayout, saved: SavedStep, executor: Executor, on_tensor: Callable[[str], None]
+        self,
+        layout: ModelLayout,
+        saved: SavedStep,
+        executor: Executor,
+        seed: int,
+        on_tensor: Callable[[str], None],
     ) -> None:
-        super().__init__(layout, saved, on_tensor)
-        self._leaves: list[Leaf | None] = [None, *layout.format.leaves]
+        self._source, self._target = saved.format, layout.format
+        self._had_no_state = frozenset(saved.record.frozen)
+        self._readers = {key: saved.reader(*key) for key in saved.arrays}
+        self._elements = {tensor.name: tensor.elements for tensor in layout.tensors}
         self._executor = executor
+        self._seed, self._step = seed, saved.record.step
+        self._on_tensor = on_tensor
 
     def begin(self, loaded: LoadedGroup) -> Sequence[Future[None]]:
         return [
-            self._executor.submit(self.reader(leaf, piece.tensor).read, *_place(loaded, piece, leaf))
+            self._executor.submit(self._reader(leaf, piece.tensor).read, *_place(loaded, piece, leaf))
             for piece in loaded.group.pieces
-            for leaf in self._leaves
+            if self._stays(piece.tensor)
+            for leaf in (None, *self._target.leaves)
         ]
 
     def finish(self, loaded: LoadedGroup) -> None:
         for piece in loaded.group.pieces:
-            for leaf in self._leaves:
-                start, values = _place(loaded, piece, leaf)
-                self.reader(leaf, piece.tensor).check(start, values)
-                if leaf is not None:
-                    # The padding of a tile of scales.
-                    loaded.view(piece, leaf.suffix)[values.size :] = 0
-            self.passed(piece)
-
-
-class _OtherFormat(_Arrays):
-    """Reads arrays into memory of their own, one tile at a time, and puts what they become where it belongs."""
-
-    def __init__(
-        self, layout: ModelLayout, saved: SavedStep, seed: int, on_tensor: Callable[[str], None]
-    ) -> None:
-        super().__init__(layout, saved, on_tensor)
-        self._source, self._target = saved.format, layout.format
-        self._seed, self._step = seed, saved.record.step
-
-    def begin(self, loaded: LoadedGroup) -> Sequence[Future[None]]:
-        return []
-
-    def finish(self, loaded: LoadedGroup) -> None:
-        for piece in loaded.group.pieces:
-            draws = Rounding(self._seed, self._step, piece.tensor, piece.start)
-            made = convert_tile(self._source, self._target, self._read(piece), draws)
-            loaded.view(piece, PARAMETER)[:] = made.param
+            if self._stays(piece.tensor):
+                self._check(loaded, piece)
+            else:
+                self._convert(loaded, piece)
             for leaf in self._target.leaves:
-                view, values = loaded.view(piece, leaf.suffix), made.leaves[leaf.suffix]
-                view[: values.size] = values
-                view[values.size :] = 0
-            self.passed(piece)
+                # The padding of a tile of scales.
+                loaded.view(piece, leaf.suffix)[leaf.values(piece.n_elements) :] = 0
+            if piece.start + piece.n_elements == self._elements[piece.tensor]:
+                self._on_tensor(piece.tensor)
 
-    def _read(self, piece: UpdatePiece) -> TileState:
-        leaves = {leaf.suffix: self._read_leaf(leaf, piece) for leaf in self._source.leaves}
-        return TileState(self._read_leaf(None, piece), leaves)
+    def parameters(self, tensor: str, start: int, n: int) -> NDArray[Any]:
+        """Returns parameters of a tensor that is not trained."""
+        if self._source.param_dtype == self._target.param_dtype:
+            return self._read(None, tensor, start, n)
+        state = TileState(
+            self._read(None, tensor, start, n), self._leaves(tensor, start, n, (MASTER, RESIDUAL))
+        )
+        return round_master(master_of(self._source, state), self._target.param_dtype)
 
-    def _read_leaf(self, leaf: Leaf | None, piece: UpdatePiece) -> NDArray[Any]:
-        start, n = (piece.start, piece.n_elements) if leaf is None else _leaf_range(leaf, piece)
-        reader = self.reader(leaf, piece.tensor)
+    def _stays(self, tensor: str) -> bool:
+        return self._source == self._target and tensor not in self._had_no_state
+
+    def _check(self, loaded: LoadedGroup, piece: UpdatePiece) -> None:
+        for leaf in (None, *self._target.leaves):
+            self._reader(leaf, piece.tensor).check(*_place(loaded, piece, leaf))
+
+    def _convert(self, loaded: LoadedGroup, piece: UpdatePiece) -> None:
+        tensor, start, n = piece.tensor, piece.start, piece.n_elements
+        draws = Rounding(self._seed, self._step, tensor, start)
+        param = self._read(None, tensor, start, n)
+        if tensor in self._had_no_state:
+            nothing = np.zeros(n, np.float32)
+            made = encode_tile(self._target, ExactState(widen(param), nothing, nothing), draws)
+        else:
+            everything = tuple(leaf.suffix for leaf in self._source.leaves)
+            state = TileState(param, self._leaves(tensor, start, n, everything))
+            made = convert_tile(self._source, self._target, state, draws)
+        loaded.view(piece, PARAMETER)[:] = made.param
+        for leaf in self._target.leaves:
+            values = made.leaves[leaf.suffix]
+            loaded.view(piece, leaf.suffix)[: values.size] = values
+
+    def _leaves(self, tensor: str, start: int, n: int, suffixes: Sequence[str]) -> dict[str, NDArray[Any]]:
+        known = [] if tensor in self._had_no_state else self._source.leaves
+        return {leaf.suffix: self._read(leaf, tensor, start, n) for leaf in known if leaf.suffix in suffixes}
+
+    def _read(self, leaf: Leaf | None, tensor: str, start: int, n: int) -> NDArray[Any]:
+        """Returns the values of elements ``[start, start + n)`` of the tensor, their checksums compared."""
+        reader = self._reader(leaf, tensor)
+        start, n = _leaf_range(leaf, start, n)
         values = np.empty(n, to_dtype(reader.layout.dtype))
         reader.read(start, values)
         reader.check(start, values)
         return values
 
+    def _reader(self, leaf: Leaf | None, tensor: str) -> ArrayReader:
+        return self._readers[_group(leaf), tensor]
+
 
 def _place(loaded: LoadedGroup, piece: UpdatePiece, leaf: Leaf | None) -> tuple[int, NDArray[Any]]:
     """The first element of a leaf of ``piece`` in its array, and its memory without padding."""
-    if leaf is None:
-        return piece.start, loaded.view(piece, PARAMETER)
-    start, n = _leaf_range(leaf, piece)
-    return start, loaded.view(piece, leaf.suffix)[:n]
+    start, n = _leaf_range(leaf, piece.start, piece.n_elements)
+    return start, loaded.view(piece, PARAMETER if leaf is None else leaf.suffix)[:n]
 
 
-def _leaf_range(leaf: Leaf, piece: UpdatePiece) -> tuple[int, int]:
-    """First value and values of ``piece`` in the leaf's array, where tiles have no padding."""
-    return piece.start // leaf.per * leaf.width, leaf.values(piece.n_elements)
+def _leaf_range(leaf: Leaf | None, start: int, n: int) -> tuple[int, int]:
+    """First value and values, in the array of ``leaf``, of ``n`` elements from ``start``: arrays have no padding."""
+    return (start, n) if leaf is None else (start // leaf.per * leaf.width, leaf.values(n))
+
+
+def _group(leaf: Leaf | None) -> str:
+    return PARAMS if leaf is None else group_of(leaf.suffix)
+
+
+def _frozen_pieces(layout: ModelLayout) -> Iterator[tuple[TensorShape, int, int]]:
+    """Yields the tiles of what is not trained: tensor, first element, elements."""
+    for tensor in layout.tensors:
+        if not layout.is_trained(tensor.name):
+            size = layout.tile_elements[tensor.name]
+            for start in range(0, tensor.elements, size):
+                yield tensor, start, min(size, tensor.elements - start)

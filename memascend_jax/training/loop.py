@@ -151,6 +151,10 @@ class Trainer:
         self._drain(state.step)
         return state
 
+    def leave_out(self, moved: tuple[int, int]) -> None:
+        """Keeps bytes that were read and written between two steps, but not for one, out of their lines."""
+        self._counted = (self._counted[0] + moved[0], self._counted[1] + moved[1])
+
     def _drain(self, step: int) -> None:
         """Waits until ``step`` is committed; its update has a line of its own, for no step follows."""
         self.placement.finish_commit()

@@ -68,8 +68,11 @@ PROMISED_KEYS = [
     "offload.direct_io",
     "checkpoint.every",
     "checkpoint.keep",
+    "checkpoint.keep_best",
+    "checkpoint.dir",
     "run.dir",
     "run.resume",
+    "run.restore",
     "run.allow_changed",
     "run.deterministic",
     "run.trace",
@@ -314,6 +317,12 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
         (["optimizer.groups=[{match: '['}]"], "not a regular expression"),
         (["optimizer.groups=[{match: norm, frozen: true}]"], "unknown key 'optimizer.groups[0].frozen'"),
         (["offload.store=[a, a]"], "names 'a' twice"),
+        (["checkpoint.keep_best=1"], "checkpoint.every saves none"),
+        (["checkpoint.keep_best=1", "checkpoint.every=4"], "multiple of train.eval_every, which is 0"),
+        (
+            ["checkpoint.keep_best=1", "checkpoint.every=4", "train.eval_every=3"],
+            "checkpoint.every=4 must be a multiple of train.eval_every, which is 3",
+        ),
     ],
 )
 def test_contradictions_name_the_keys(overrides: list[str], expected: str) -> None:
@@ -324,7 +333,6 @@ def test_contradictions_name_the_keys(overrides: list[str], expected: str) -> No
     "override",
     [
         "offload.device_memory=8GiB",
-        "checkpoint.every=5",
     ],
 )
 def test_setting_that_nothing_would_obey_is_refused(override: str) -> None:

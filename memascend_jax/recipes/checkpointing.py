@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run's checkpoints while it trains: when one is due it is saved, between two steps."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from memascend_jax import __version__
+from memascend_jax.checkpoints.array_layout import state_arrays
+from memascend_jax.checkpoints.saved_step import StepRecord, open_step
+from memascend_jax.config import Config
+from memascend_jax.errors import DataError, MemascendError
+from memascend_jax.observe import trace
+from memascend_jax.recipes.checkpoint_space import checkpoint_folder, saves_checkpoints
+from memascend_jax.training.checkpoint_state import stream_state
+from memascend_jax.training.model_layout import ModelLayout
+from memascend_jax.training.placement import Placement
+from memascend_jax.training.run_state import RunState
+from memascend_jax.units import format_bytes
+
+if TYPE_CHECKING:
+    from memascend_jax.checkpoints.orbax_steps import OrbaxSteps
+
+
+class RunCheckpoints:
+    """Saves the state of one run.
+
+    Args:
+        model_files: what a Hugging Face folder holds besides weights, by name; asked for at each save.
+        run_id: the store's, or None.
+        say: told of each checkpoint, and of one that could not be saved.
+    """
+
+    def __init__(
+        self,
+        steps: OrbaxSteps,
+        layout: ModelLayout,
+        placement: Placement,
+        model_files: Callable[[], Mapping[str, bytes]],
+        run_id: str | None,
+        say: Callable[[str], None],
+    ) -> None:
+        self._steps = steps
+        self._layout = layout
+        self._placement = placement
+        self._model_files = model_files
+        self._run_id = run_id
+        self._say = say
+        self._arrays = state_arrays(layout.format, layout.tensors, layout.frozen)
+        self._bytes = sum(array.file_bytes for array in self._arrays)
+
+    def is_due(self, step: int) -> bool:
+        """Returns whether the state after ``step`` is to be saved."""
+        return step > 0 and self._steps.is_due(step)
+
+    @property
+    def newest(self) -> int | None:
+        """The newest step that is saved."""
+        steps = self._steps.steps
+        return steps[-1] if steps else None
+
+    def save(self, state: RunState, eval_loss: float | None) -> tuple[int, int]:
+        """Saves the state, whose update and commit may still be under way; returns the store's bytes that this moved.
+
+        A disk that is full or fails costs the checkpoint, not the run: the user is told, and older steps stay.
+        """
+        from memascend_jax.checkpoints.orbax_steps import EVAL_LOSS, StreamedState
+
+        self._placement.finish_commit()
+        before, began = self._placement.io_bytes(), time.monotonic()
+        record = StepRecord(
+            step=state.step,
+            state_format=self._layout.format.name,
+            param_dtype=self._layout.format.param_dtype,
+            model=self._layout.config.to_hf(),
+            run_state=json.loads(state.encode()),
+            run_id=self._run_id,
+            version=__version__,
+            frozen=sorted(self._layout.frozen),
+        )
+        streamed = StreamedState(
+            self._arrays,
+            lambda write: stream_state(self._layout, self._placement, write),
+            self._model_files(),
+        )
+        try:
+            with trace.span(trace.PHASE, "checkpoint"):
+                self._check_room()
+                gone = self._steps.save(record, streamed, {} if eval_loss is None else {EVAL_LOSS: eval_loss})
+        except MemascendError:
+            raise
+        except OSError as error:
+            self._clean(state.step)
+            self._say(
+                f"warning: the checkpoint of step {state.step} could not be saved: {error}; the run goes on, with "
+                f"the steps saved before ({', '.join(map(str, self._steps.steps)) or 'none'})"
+            )
+        else:
+            seconds = time.monotonic() - began
+            removed = f"; removed {', '.join(map(str, gone))}" if gone else ""
+            self._say(
+                f"step {state.step}: checkpoint of {format_bytes(self._bytes)} in {seconds:.1f} s{removed}"
+            )
+        (read_before, written_before), (read, written) = before, self._placement.io_bytes()
+        return read - read_before, written - written_before
+
+    def _check_room(self) -> None:
+        """Raises ``OSError`` before the first byte when the disk has no room for a step."""
+        space = os.statvfs(self._steps.folder)
+        free = space.f_bavail * space.f_frsize
+        if free < self._bytes:
+            raise OSError(
+                f"it takes {format_bytes(self._bytes)}, but only {format_bytes(free)} are free in "
+                f"'{self._steps.folder}'"
+            )
+
+    def _clean(self, step: int) -> None:
+        """Removes what a save that failed has left."""
+        for path in self._steps.folder.glob(f"{step}.*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def open_checkpoints(
+    config: Config,
+    layout: ModelLayout,
+    placement: Placement,
+    model_files: Callable[[], Mapping[str, bytes]],
+    run_id: str | None,
+    step: int,
+    say: Callable[[str], None],
+) -> Iterator[RunCheckpoints | None]:
+    """Yields what saves checkpoints as ``config`` says, or None when it says none.
+
+    Args:
+        step: that the run is at; later ones that are not whole, and in the way of the run's own, are removed.
+    """
+    if not saves_checkpoints(config):
+        yield None
+        return
+    from memascend_jax.checkpoints.orbax_steps import OrbaxSteps
+
+    keys = config.checkpoint
+    assert keys.every
+    steps = OrbaxSteps(checkpoint_folder(config), every=keys.every, keep=keys.keep, keep_best=keys.keep_best)
+    try:
+        for later in steps.steps:
+            if later > step and not _is_whole(steps.folder / str(later)):
+                steps.forget(later)
+        yield RunCheckpoints(steps, layout, placement, model_files, run_id, say)
+    finally:
+        # What it still waits for is a failed save, which has been told.
+        with contextlib.suppress(OSError):
+            steps.close()
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        _ = open_step(path).arrays
+    except DataError:
+        return False
+    return True

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run begins with or goes on with: its store, a step of a checkpoint, or nothing.
+
+The store comes first, for it has every step. Where it is gone, or was being overwritten in place when its last run
+ended, the newest whole step of the run's own checkpoints takes its place. ``run.restore`` begins with any step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from memascend_jax.checkpoints.saved_step import (
+    SavedStep,
+    check_model,
+    find_steps,
+    newest_whole_step,
+    resolve_step,
+)
+from memascend_jax.config import CONTENT_KEYS, Config, store_paths, training_changes
+from memascend_jax.errors import ConfigError, DataError, StoreError
+from memascend_jax.models.shapes import LlamaConfig, tensor_shapes
+from memascend_jax.recipes.checkpoint_space import checkpoint_folder
+from memascend_jax.recipes.resume import Found, check_contents, refuse_changes
+from memascend_jax.recipes.run_store import find_run
+from memascend_jax.storage.store_errors import DirtyStoreError
+from memascend_jax.training.run_state import RunState
+
+#: In ``RunState.results``: the step that a run began with.
+RESTORED = "restored_from"
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where the state comes from.
+
+    Attributes:
+        found: a run in the store.
+        saved: a step to restore instead.
+        own: whether that step is of this very run, whose files in ``run.dir`` go on too.
+        notes: sentences that the user should read.
+    """
+
+    found: Found | None = None
+    saved: SavedStep | None = None
+    own: bool = False
+    notes: tuple[str, ...] = ()
+
+    def state(self) -> RunState:
+        """Returns the state of the run that the step was saved from, as it goes on here.
+
+        Raises:
+            StoreError: it is of another version.
+        """
+        assert self.saved is not None
+        where = str(self.saved.path)
+        state = RunState.decode(json.dumps(dict(self.saved.record.run_state)).encode(), where)
+        results = {key: value for key, value in state.results.items() if key != "finished"}
+        if self.own:
+            return replace(state, results=results)
+        return replace(state, metrics_bytes=0, results={**results, RESTORED: where})
+
+
+class _FoundStep(Found):
+    """A step, compared with the configuration as a run in a store is."""
+
+    @property
+    def where(self) -> str:
+        return f"the checkpoint {self.paths[0]}"
+
+    @property
+    def other_ways(self) -> str:
+        return f"or another run.dir with run.restore={self.paths[0]} to begin a new run with its state"
+
+
+def find_origin(config: Config) -> Origin:
+    """Returns what the run that ``config`` describes goes on with; writes nothing.
+
+    Raises:
+        DirtyStoreError: the store holds a mixture of two steps and there is no checkpoint to go back to.
+        StoreError, ConfigError: see ``run_store.find_run``; or ``run.restore`` is about another run than the store's.
+        DataError: the step that was asked for is not there, or no step that there is is whole.
+    """
+    folder, own_steps = checkpoint_folder(config), find_steps(checkpoint_folder(config))
+    dirty: DirtyStoreError | None = None
+    missing: StoreError | None = None
+    found = None
+    try:
+        found = find_run(config)
+    except DirtyStoreError as error:
+        dirty = error
+    except StoreError as error:
+        # Required, and not in the store: a checkpoint will do.
+        if config.run.resume != "required" or not own_steps:
+            raise
+        missing = error
+    if found is not None:
+        _check_same_restore(config, found)
+        return Origin(found)
+    if config.run.restore is not None:
+        return _requested(config)
+    if config.run.resume == "never":
+        _check_no_steps(folder, own_steps)
+        return Origin()
+    saved, refused = newest_whole_step(folder)
+    if saved is not None:
+        return _own(config, saved, dirty, refused)
+    if dirty is not None:
+        raise _without_checkpoint(dirty, folder, refused)
+    if missing is not None:
+        raise missing
+    if refused:
+        raise DataError(
+            f"there is no store to go on with, and of the checkpoints in '{folder}' none is whole: {refused[0]}. To "
+            "start anew choose another run.dir, or move the folder away"
+        )
+    return Origin()
+
+
+def check_origin(origin: Origin, config: Config, shape: LlamaConfig, contents: Mapping[str, str]) -> None:
+    """Returns when the run may go on from the step, or begin with it; reads no weights.
+
+    Args:
+        shape: of the model that is trained.
+        contents: of now, as ``resume.content_digests`` returns them.
+
+    Raises:
+        DataError: the step is of another model.
+        ConfigError: it is of this run, whose settings change the training and are others now.
+    """
+    assert origin.saved is not None
+    check_model(origin.saved, tensor_shapes(shape))
+    if not origin.own:
+        return
+    state = origin.state()
+    # The format is converted, and what is named is compared by its contents.
+    changes = [
+        change
+        for change in training_changes(state.config, config)
+        if not change.grows and change.key not in (*CONTENT_KEYS, "optimizer.state_format")
+    ]
+    found = _FoundStep(state, 0, "", (str(origin.saved.path),), "", {}, tuple(changes))
+    refuse_changes(found, config, changes)
+    check_contents(found, config, contents)
+
+
+def _own(config: Config, saved: SavedStep, dirty: DirtyStoreError | None, refused: Sequence[str]) -> Origin:
+    started_in = Path(saved.record.run_state["config"]["run"]["dir"]).expanduser()
+    if started_in.resolve() != Path(config.run.dir).expanduser().resolve():
+        raise ConfigError(
+            f"'{saved.path.parent}' holds the checkpoints of another run, which began with run.dir={str(started_in)!r}"
+            "; nothing was changed. Give that run.dir to go on with it, another checkpoint.dir to start anew, or "
+            f"run.restore={saved.path} to begin a new run with its state"
+        )
+    why = "there is no store" if dirty is None else "the store was being overwritten in place"
+    notes = [
+        f"{why}: going on from the checkpoint '{saved.path}'",
+        *(f"not used: {text}" for text in refused),
+    ]
+    return Origin(saved=saved, own=True, notes=tuple(notes))
+
+
+def _requested(config: Config) -> Origin:
+    wanted, folder = str(config.run.restore), checkpoint_folder(config)
+    if wanted.isdecimal():
+        saved = resolve_step(folder, int(wanted))
+    else:
+        saved = resolve_step(Path(wanted).expanduser())
+    _ = saved.arrays
+    own = saved.path.parent.resolve() == folder.resolve()
+    later = [step for step in find_steps(folder) if step > saved.record.step] if own else []
+    if later:
+        raise ConfigError(
+            f"run.restore={wanted} goes back to step {saved.record.step}, but '{folder}' holds later steps "
+            f"({', '.join(map(str, later))}), which would be in the way; nothing was changed. Move them away or remove "
+            f"them first, or give another run.dir with run.restore={saved.path}"
+        )
+    return Origin(saved=saved, own=own, notes=(f"beginning with the checkpoint '{saved.path}'",))
+
+
+def _check_same_restore(config: Config, found: Found) -> None:
+    """A run that began with a step goes on by the same command; any other is not replaced by one."""
+    wanted = config.run.restore
+    if wanted is None:
+        return
+    began = found.state.results.get(RESTORED)
+    if began is not None and not str(wanted).isdecimal():
+        asked, had = Path(str(wanted)).expanduser().resolve(), Path(began).resolve()
+        if asked in (had, had.parent):
+            return
+    paths = " ".join(map(str, store_paths(config)))
+    raise StoreError(
+        f"{found.where} holds a run at step {found.state.step}, which run.restore={wanted} would replace; nothing was "
+        f"changed. Leave run.restore out to go on with it, give another run.dir, or remove it: "
+        f"memascend store wipe {paths}"
+    )
+
+
+def _check_no_steps(folder: Path, steps: Sequence[int]) -> None:
+    if steps:
+        raise ConfigError(
+            f"run.resume=never, but '{folder}' holds the checkpoints of a run (steps {', '.join(map(str, steps))}); "
+            "nothing was changed. Choose another run.dir or checkpoint.dir, or move the folder away"
+        )
+
+
+def _without_checkpoint(dirty: DirtyStoreError, folder: Path, refused: Sequence[str]) -> DirtyStoreError:
+    why = f"of those in '{folder}' none is whole: {refused[0]}" if refused else f"there is none in '{folder}'"
+    return DirtyStoreError(
+        f"{dirty}. There is no checkpoint to go back to either: {why}", dirty.generation, dirty.run_state
+    )
