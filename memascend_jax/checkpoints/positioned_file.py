@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from memascend_jax.errors import DataError
-from memascend_jax.storage.engine import Engine, EngineTicket, address_of, aligned_buffer, native_engine
+from memascend_jax.storage.engine import Engine, EngineTicket, ReusedBuffers, address_of, native_engine
 from memascend_jax.units import round_up
 
 #: What offsets, lengths and addresses of direct reads are multiples of; no disk asks for more.
@@ -34,6 +35,7 @@ class PositionedFile:
         self.size = os.fstat(self._fd).st_size
         self._direct_fd = -1
         self._engine: Engine | None = None
+        self._buffers = ReusedBuffers()
 
     def read(self, offset: int, nbytes: int, what: str) -> bytearray:
         """Returns ``nbytes`` bytes from ``offset``; ``what`` names them in an error."""
@@ -43,7 +45,7 @@ class PositionedFile:
         return buffer
 
     def stream(self, offset: int, nbytes: int, step: int, what: str) -> Iterator[NDArray[np.uint8]]:
-        """Yields ``nbytes`` bytes from ``offset`` in new arrays of ``step``, the next ones on their way meanwhile."""
+        """Yields ``nbytes`` bytes from ``offset`` in arrays of ``step``, each new; the next are being read."""
         self._check_inside(offset, nbytes, what)
         engine = self._direct_engine()
         if engine is None:
@@ -70,7 +72,9 @@ class PositionedFile:
         finally:
             for _, _, ticket in flying:
                 if ticket is not None:
-                    ticket.wait()
+                    # What failed is told by the first that did.
+                    with suppress(OSError):
+                        ticket.wait()
 
     def close(self) -> None:
         if self._engine is not None:
@@ -86,7 +90,7 @@ class PositionedFile:
     ) -> tuple[NDArray[np.uint8], EngineTicket | None]:
         """Starts reading the blocks that hold ``count`` bytes from ``start``; the file's last, partial one is read."""
         first, end = start // _BLOCK * _BLOCK, start + count
-        memory = aligned_buffer(round_up(end - first, _BLOCK))
+        memory = self._buffers.take(round_up(end - first, _BLOCK))
         whole = min(round_up(end, _BLOCK), self.size // _BLOCK * _BLOCK)
         if whole < end:
             tail = max(whole, first)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import mmap
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -64,6 +65,38 @@ def native_engine(
 def aligned_buffer(nbytes: int) -> npt.NDArray[np.uint8]:
     """Returns ``nbytes`` of zeroed page-aligned memory, given back to the system with the array."""
     return np.frombuffer(mmap.mmap(-1, max(nbytes, 1)), np.uint8)[:nbytes]
+
+
+class ReusedBuffers:
+    """Aligned memory for one thing after the other, given out again once nobody holds an array on it any more.
+
+    Fresh memory costs a fault and zeroing per page, about as much as copying what is read into it. Who holds an array
+    is what CPython's reference counts say, so nobody has to give it back.
+
+    Args:
+        most: buffers that are kept for reuse.
+
+    Threading: used by one thread at a time; arrays may be dropped on any.
+    """
+
+    def __init__(self, most: int = 8) -> None:
+        self._most = most
+        self._owners: list[npt.NDArray[np.uint8]] = []
+
+    def take(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Returns ``nbytes`` of page-aligned memory with whatever is in it."""
+        for owner in self._owners:
+            # Held by the list, by the loop and by the call. Every view of it counts, and views of views.
+            if owner.nbytes >= nbytes and sys.getrefcount(owner) == _UNUSED:
+                return owner[:nbytes]
+        owner = np.frombuffer(mmap.mmap(-1, max(nbytes, 1)), np.uint8)
+        if len(self._owners) == self._most:
+            self._owners.pop(0)
+        self._owners.append(owner)
+        return owner[:nbytes]
+
+
+_UNUSED = 3
 
 
 def address_of(array: npt.NDArray[Any]) -> int:
