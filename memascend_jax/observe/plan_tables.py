@@ -10,14 +10,15 @@ from rich.table import Table
 from rich.text import Text
 
 from memascend_jax.observe.screen import plan_table
-from memascend_jax.units import format_bytes, format_duration
+from memascend_jax.units import counted, format_bytes, format_duration
 
 Row = tuple[str, str, str]
 
 
 def plan_tables(rows: Sequence[Row], facts: Mapping[str, Any]) -> list[Table | Text]:
     """Returns the tables of ``rows`` as ``RunPlan.rows`` and ``facts`` as ``PlanAnswer.to_json`` give them."""
-    tables: list[Table | Text] = [plan_table([*rows, *_disk_rows(facts)]), Text()]
+    shown = [*rows, *_disk_rows(facts), *_checkpoint_rows(facts)]
+    tables: list[Table | Text] = [plan_table(shown), Text()]
     if facts["phases"]:
         tables += [_time_table(facts), Text(_time_text(facts))]
     elif facts["traffic"]:
@@ -39,6 +40,23 @@ def _disk_rows(facts: Mapping[str, Any]) -> list[Row]:
     return [
         ("written in 1,000 steps", "SSD", written),
         ("disk space", "SSD", needed + (f"; {format_bytes(free)} free" if free is not None else "")),
+    ]
+
+
+def _checkpoint_rows(facts: Mapping[str, Any]) -> list[Row]:
+    checkpoints = facts["checkpoints"]
+    if checkpoints is None:
+        return []
+    seconds = checkpoints["seconds"]
+    every = counted(checkpoints["every"], "step", "steps")
+    one = f"{format_bytes(checkpoints['step_bytes'])} every {every}"
+    return [
+        ("checkpoint", "SSD", one + (f", in {_seconds(seconds)}" if seconds is not None else "")),
+        (
+            "checkpoints in all",
+            "SSD",
+            f"{format_bytes(checkpoints['disk_bytes'])}  {checkpoints['kept']} kept and one being written",
+        ),
     ]
 
 

@@ -47,13 +47,15 @@ class CheckpointSpace:
     """The disk space of a run's checkpoints.
 
     Attributes:
-        step_bytes: of one step.
+        every: steps between two.
+        step_bytes: of one.
         kept: steps that are kept at most; one more is there while it is written.
         present: steps that are there already, and will be replaced.
         on_store_disk: whether they share the store's disk.
     """
 
     folder: Path
+    every: int
     step_bytes: int
     kept: int
     present: int
@@ -63,6 +65,11 @@ class CheckpointSpace:
     def total_bytes(self) -> int:
         """Bytes of the kept steps and the one being written."""
         return self.step_bytes * (self.kept + 1)
+
+    @property
+    def bytes_per_step(self) -> float:
+        """Bytes that are written for a step of the run, on average."""
+        return self.step_bytes / self.every
 
     @property
     def missing_bytes(self) -> int:
@@ -80,7 +87,8 @@ def checkpoint_space(
     config: Config, fmt: StateFormat, tensors: Sequence[TensorShape], frozen: Collection[str] = ()
 ) -> CheckpointSpace | None:
     """Returns what the checkpoints of a run take, or None when it saves none."""
-    if not saves_checkpoints(config):
+    every = config.checkpoint.every
+    if not every:
         return None
     folder = checkpoint_folder(config)
     disk = nearest_existing(folder).stat().st_dev
@@ -91,6 +99,7 @@ def checkpoint_space(
     )
     return CheckpointSpace(
         folder,
+        every,
         sum(array.file_bytes for array in state_arrays(fmt, tensors, frozen)),
         config.checkpoint.keep + config.checkpoint.keep_best,
         len(find_steps(folder)),

@@ -14,6 +14,11 @@ from memascend_jax.errors import DataError
 from memascend_jax.memory.meter import available_memory_bytes
 from memascend_jax.models.known_shapes import known_config
 from memascend_jax.models.planned_shape import PlannedShape, planned_shape
+from memascend_jax.recipes.checkpoint_space import (
+    CheckpointSpace,
+    check_checkpoint_space,
+    checkpoint_space,
+)
 from memascend_jax.recipes.planning import disk_free_bytes, plan_config, plan_from_config, workload_of
 from memascend_jax.storage.tensor_store import bytes_needed
 from memascend_jax.training.plan import RunPlan
@@ -31,6 +36,7 @@ class PlanAnswer:
         phases: the step's time; empty when no bandwidth is known.
         notes: sentences that a reader of the plan should know.
         disk_free_bytes: free where the store would go; None when that is not known, or not asked.
+        checkpoints: what they take of the disk; None: none are saved.
     """
 
     plan: RunPlan
@@ -39,11 +45,13 @@ class PlanAnswer:
     phases: Sequence[PhaseTime]
     notes: Sequence[str]
     disk_free_bytes: int | None
+    checkpoints: CheckpointSpace | None
 
     @property
     def terabytes_written(self) -> float:
-        """Terabytes (10^12) written to SSD in 1,000 steps."""
-        return self.plan.ssd_write_bytes_per_step * _STEPS / 1e12
+        """Terabytes (10^12) written to SSD in 1,000 steps, checkpoints included."""
+        copied = self.checkpoints.bytes_per_step if self.checkpoints is not None else 0.0
+        return (self.plan.ssd_write_bytes_per_step + copied) * _STEPS / 1e12
 
     def to_json(self) -> dict[str, Any]:
         """Returns the plan's own facts and what follows from them."""
@@ -57,6 +65,7 @@ class PlanAnswer:
             "terabytes_written_per_1000_steps": round(self.terabytes_written, 6),
             "disk_bytes_by_durability": needed if plan.placement == "ssd" else {},
             "disk_free_bytes": self.disk_free_bytes,
+            "checkpoints": self._checkpoint_facts(),
             "speeds": asdict(self.speeds) if self.speeds else None,
             "phases": [
                 {**asdict(phase), "seconds": phase.seconds, "bound_by": phase.bound_by}
@@ -64,6 +73,24 @@ class PlanAnswer:
             ],
             "step_seconds": sum(phase.seconds for phase in self.phases) if self.phases else None,
             "bottleneck": bottleneck(self.phases) if self.phases else None,
+        }
+
+    def _checkpoint_facts(self) -> dict[str, Any] | None:
+        space, speeds = self.checkpoints, self.speeds
+        if space is None:
+            return None
+        # From the arena nothing is read; from SSD reading and writing share the disk, as in a step.
+        read = space.step_bytes if self.plan.placement == "ssd" else 0
+        seconds = None
+        if speeds is not None:
+            seconds = read / speeds.read_bytes_per_s + space.step_bytes / speeds.write_bytes_per_s
+        return {
+            "folder": str(space.folder),
+            "every": space.every,
+            "step_bytes": space.step_bytes,
+            "kept": space.kept,
+            "disk_bytes": space.total_bytes,
+            "seconds": seconds,
         }
 
 
@@ -74,7 +101,10 @@ def answer_for_config(config: Config, speeds: Speeds | None, *, device_is_host: 
         BudgetError: it does not fit the budget, this machine's memory, or the disk.
     """
     plan = plan_from_config(config, device_is_host=device_is_host)
-    return _answer(config, plan, config.model.source, speeds, [], disk_free_bytes(store_paths(config)))
+    answer = _answer(config, plan, config.model.source, speeds, [], disk_free_bytes(store_paths(config)))
+    if answer.checkpoints is not None:
+        check_checkpoint_space(answer.checkpoints, plan.disk_bytes)
+    return answer
 
 
 def answer_for_model(
@@ -142,4 +172,5 @@ def _answer(
         notes.append(
             "the host's share of an accelerator's runtime is not in the plan: what is counted was measured on CPU"
         )
-    return PlanAnswer(plan, model, speeds, phases, notes, free)
+    space = checkpoint_space(config, plan.layout.format, plan.layout.tensors, plan.layout.frozen)
+    return PlanAnswer(plan, model, speeds, phases, notes, free, space)
