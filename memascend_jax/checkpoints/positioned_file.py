@@ -23,7 +23,7 @@ from memascend_jax.units import round_up
 #: What offsets, lengths and addresses of direct reads are multiples of; no disk asks for more.
 _BLOCK = 4096
 #: Pieces that are being read while one is in use.
-_AHEAD = 2
+_AHEAD = 3
 
 
 class PositionedFile:
@@ -138,5 +138,5 @@ class PositionedFile:
             except OSError:
                 self._direct_fd = -2
                 return None
-            self._engine = native_engine([self._direct_fd], request_bytes=2 << 20)
+            self._engine = native_engine([self._direct_fd])
         return self._engine

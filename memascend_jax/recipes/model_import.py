@@ -21,6 +21,7 @@ from memascend_jax.recipes.new_store import new_store
 from memascend_jax.storage.ahead import ahead
 from memascend_jax.storage.device import resolve_paths
 from memascend_jax.storage.tensor_store import TensorStore
+from memascend_jax.storage.tile_stream import TileStream
 
 #: Tiles that are read at once, where they are whole rows.
 _TILES_PER_PIECE = 2
@@ -49,9 +50,9 @@ def import_model(source: str, paths: Sequence[str], dtype: str | None, screen: S
         files = checkpoint.export_files()
         specs = model_specs(tensors, files)
         with new_store(specs, resolve_paths(paths), screen) as (store, nbytes):
-            with screen.progress("reading the model", len(tensors)) as advance:
+            with screen.progress("reading the model", len(tensors)) as advance, TileStream(store) as stream:
                 for name, start, values in ahead(_pieces(checkpoint, tensors, store)):
-                    store.write_elements(name, start, values)
+                    stream.write(name, start, values)
                     if start + values.size == _elements(tensors[name]):
                         advance(name)
             for name, content in files.items():

@@ -26,6 +26,7 @@ from memascend_jax.recipes.new_store import new_store
 from memascend_jax.storage.ahead import ahead
 from memascend_jax.storage.device import block_device_bytes, resolve_paths
 from memascend_jax.storage.tensor_store import TensorSpec, TensorStore
+from memascend_jax.storage.tile_stream import TileStream
 from memascend_jax.training.stored_state import StoredState, state_specs, write_state
 
 #: Returns fp32 values ``[n_rows * columns]`` of new rows of a tensor: ``rows(name, first_row, n_rows)``.
@@ -91,9 +92,10 @@ def rewrite_store(
         like=old,
         replaces=into is None,
     ) as (new, nbytes):
-        with screen.progress("writing the new store", len(state.parameters)) as advance:
+        parameters = len(state.parameters)
+        with screen.progress("writing the new store", parameters) as advance, TileStream(new) as stream:
             for name in state.parameters:
-                _write_parameter(new, state, change, name)
+                _write_parameter(stream, state, change, name)
                 advance(name)
         for name in state.others:
             if name not in change.replaced:
@@ -141,11 +143,11 @@ def _spec_of(name: str, values: NDArray[Any]) -> TensorSpec:
     return TensorSpec(name, values.dtype.name, values.shape)
 
 
-def _write_parameter(new: TensorStore, state: StoredState, change: Rewrite, name: str) -> None:
+def _write_parameter(stream: TileStream, state: StoredState, change: Rewrite, name: str) -> None:
     fmt, shape = _new_format(state, change, name), change.shapes.get(name, state.shape(name))
     total, tile = math.prod(shape), _new_tile(state, change, name)
     for number, tile_state in enumerate(ahead(_tiles(state, change, fmt, name, total, tile))):
-        write_state(new, fmt, name, number, total, tile, tile_state)
+        write_state(stream, fmt, name, number, total, tile, tile_state)
 
 
 def _tiles(

@@ -19,6 +19,7 @@ from memascend_jax.errors import StoreError
 from memascend_jax.optim.format_conversion import TileState
 from memascend_jax.optim.state_format import MASTER, RESIDUAL, Leaf, StateFormat
 from memascend_jax.storage.tensor_store import TensorSpec, TensorStore
+from memascend_jax.storage.tile_stream import TileStream
 
 
 class StoredState:
@@ -133,13 +134,13 @@ def state_specs(
 
 
 def write_state(
-    store: TensorStore, fmt: StateFormat, name: str, number: int, total: int, tile: int, state: TileState
+    stream: TileStream, fmt: StateFormat, name: str, number: int, total: int, tile: int, state: TileState
 ) -> None:
     """Writes tile ``number`` of a parameter of ``total`` elements, cut by ``tile``, and its state."""
-    store.write_elements(name, number * tile, state.param)
+    stream.write(name, number * tile, state.param)
     for leaf in fmt.leaves:
         values = state.leaves[leaf.suffix]
         first, n = leaf.span(number, total, tile)
         if values.size < n:
             values = np.concatenate([values, np.zeros(n - values.size, values.dtype)])
-        store.write_elements(name + leaf.suffix, first, values)
+        stream.write(name + leaf.suffix, first, values)

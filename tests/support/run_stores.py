@@ -14,6 +14,7 @@ from memascend_jax.models.shapes import EMBED_NAME, LlamaConfig, tensor_shapes
 from memascend_jax.optim.format_conversion import ExactState, Rounding, encode_tile
 from memascend_jax.optim.state_format import state_format, tile_elements
 from memascend_jax.storage.tensor_store import TensorStore
+from memascend_jax.storage.tile_stream import TileStream
 from memascend_jax.training.run_state import RunState
 from memascend_jax.training.stored_state import StoredState, state_specs, write_state
 
@@ -65,13 +66,15 @@ def make_run_store(paths, name: str = "fp32", *overrides: str, step: int = 7, **
         )
     ]
     with TensorStore.create(paths, specs=specs, scratch_bytes=1 << 16, **{**ANY_DISK, **options}) as store:
+        stream = TileStream(store)
         for tensor in tensors:
             tile, exact = tile_elements(tensor.shape, TILE), exact_state(tensor.name, tensor.shape)
             for number, start in enumerate(range(0, tensor.elements, tile)):
                 part = slice(start, start + tile)
                 values = ExactState(exact.master[part], exact.mu[part], exact.nu[part])
                 encoded = encode_tile(fmt, values, Rounding(0, step, tensor.name, start))
-                write_state(store, fmt, tensor.name, number, tensor.elements, tile, encoded)
+                write_state(stream, fmt, tensor.name, number, tensor.elements, tile, encoded)
+        stream.finish()
         store.commit(state.encode())
     return state
 
