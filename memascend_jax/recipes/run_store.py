@@ -89,6 +89,8 @@ def open_store(config: Config, plan: RunPlan, arena: PinnedArena, *, resumed: bo
             direct_io=offload.direct_io,
             arena=arena,
             bounce_bytes=BOUNCE_BYTES,
+            # Seconds, against days of training on what a disk has lost.
+            check_always=True,
         )
     for path in map(Path, paths):
         # Any other folder must be there already: the disk may not be mounted.

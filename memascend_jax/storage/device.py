@@ -195,6 +195,21 @@ def reserve_space(member: Member, needed: int) -> None:
     member.nbytes = os.fstat(member.fd).st_size
 
 
+def reserve_again(member: Member, needed: int) -> None:
+    """Makes sure that a store that exists is still reserved: copies often have holes where nothing was written yet.
+
+    Raises:
+        StoreError: the disk is too full for what is missing.
+    """
+    if member.is_block_device or os.fstat(member.fd).st_blocks * 512 >= needed:
+        return
+    try:
+        reserve_space(member, needed)
+    except StoreIOError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+
+
 def cut_to(member: Member, nbytes: int) -> None:
     """Gives back what a regular file has beyond ``nbytes``."""
     if not member.is_block_device and os.fstat(member.fd).st_size > nbytes:

@@ -106,7 +106,8 @@ def open_volume(
     """Returns the volume of an existing store, its members in the order of their index whatever that of ``paths``.
 
     Raises:
-        StoreError: not a store, an unfinished one, members missing, repeated, foreign or too short.
+        StoreError: not a store, an unfinished one, members missing, repeated, foreign or too short; or, to be
+            written, a copy with holes on a disk that has no room for them.
     """
     members: list[Member] = []
     try:
@@ -121,6 +122,8 @@ def open_volume(
         for index, member in enumerate(members):
             device.check_length(member, geometry.member_bytes(index))
             _check_sector(member, geometry.block_bytes)
+            if not read_only:
+                device.reserve_again(member, geometry.member_bytes(index))
         return Volume(members, found[order[0]], make_engine)
     except BaseException:
         for member in members:

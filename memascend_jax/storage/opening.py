@@ -56,6 +56,7 @@ def check_and_repair(
     bounce: Bounce,
     recovered: Recovered,
     check_after_crash: bool,
+    check_always: bool,
 ) -> None:
     """Makes sure that the loaded generation is whole, then makes every copy on disk agree with it.
 
@@ -69,7 +70,7 @@ def check_and_repair(
         raise dirty_store(
             [member.path for member in volume.members], committer.generation, committer.run_state
         )
-    if not recovered.trusted or (check_after_crash and not recovered.closed):
+    if not recovered.trusted or check_always or (check_after_crash and not recovered.closed):
         _check_all_tiles(volume, table, committer.generation, bounce, recovered.trusted)
     if recovered.stale:
         committer.rewrite(recovered.stale)
@@ -103,7 +104,7 @@ def _check_all_tiles(
 ) -> None:
     started = time.monotonic()
     report = verify_tensors(volume, bounce, list(table.tensors.values()))
-    _log.info("checked %d tiles after a crash in %.1f s", report.tiles, time.monotonic() - started)
+    _log.info("checked %d tiles in %.1f s", report.tiles, time.monotonic() - started)
     if report.faults:
         why = "" if trusted else ", and the catalog that would hold a newer one is damaged"
         raise StoreError(

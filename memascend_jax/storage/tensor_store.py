@@ -191,6 +191,7 @@ class TensorStore:
         *,
         read_only: bool = False,
         check_after_crash: bool = True,
+        check_always: bool = False,
         **io: Unpack[IoArguments],
     ) -> TensorStore:
         """Returns the store at ``paths`` in its last committed generation.
@@ -200,6 +201,7 @@ class TensorStore:
 
         Args:
             read_only: change nothing, refuse writes, and let damaged data be looked at: nothing is checked.
+            check_always: check every tile also of a store that was closed.
             **io: see ``IoOptions``.
 
         Raises:
@@ -219,7 +221,13 @@ class TensorStore:
             recovered = opening.load_generation(volume, store._table, store._space, store._committer)
             if not read_only:
                 opening.check_and_repair(
-                    volume, store._table, store._committer, store._bounce, recovered, check_after_crash
+                    volume,
+                    store._table,
+                    store._committer,
+                    store._bounce,
+                    recovered,
+                    check_after_crash,
+                    check_always,
                 )
                 store._begin_session(recovered.session + 1)
         except BaseException:

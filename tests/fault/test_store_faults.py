@@ -302,6 +302,10 @@ def test_flipped_bit_is_found_when_opening_after_a_crash(tmp_path: Path) -> None
         TensorStore.open(path, **ANY_DISK)
     with TensorStore.open(path, check_after_crash=False, **ANY_DISK) as store:
         assert not store.verify().ok
+    # It was closed: now only who asks for it is told.
+    TensorStore.open(path, **ANY_DISK).close()
+    with pytest.raises(StoreError, match=r"1 of 10 tiles do not match.*first: tensor 'w' at .* offset"):
+        TensorStore.open(path, check_always=True, **ANY_DISK)
 
 
 def test_members_missing_repeated_foreign_and_truncated_are_named(tmp_path: Path) -> None:

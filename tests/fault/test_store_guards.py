@@ -380,6 +380,31 @@ def test_full_disk_is_found_at_create_with_the_numbers(tmp_path: Path) -> None:
                     store.commit()
 
 
+def test_copy_with_holes_is_reserved_again_and_a_full_disk_is_found_when_it_is_opened(tmp_path: Path) -> None:
+    with TensorStore.create(tmp_path / "s", capacity="24MiB", **ANY_DISK) as store:
+        store.put("w", np.arange(1000))
+        store.commit()
+    with loop_device(tmp_path / "image", 64 << 20) as device:
+        subprocess.run(["mkfs.ext4", "-q", device], check=True)
+        with mounted(device, tmp_path / "disk") as folder:
+            copy = folder / "memascend.store"
+            subprocess.run(["cp", "--sparse=always", tmp_path / "s", copy], check=True)
+            held = copy.stat().st_blocks * 512
+            assert held < 8 << 20
+            with (folder / "filler").open("wb") as filler:
+                os.posix_fallocate(filler.fileno(), 0, 40 << 20)
+            before = digest(copy)
+            with pytest.raises(StoreIOError, match=r"cannot reserve .* are free"):
+                TensorStore.open(copy)
+            with TensorStore.open(copy, read_only=True) as store:
+                assert store.get("w").tolist() == list(range(1000))
+            assert digest(copy) == before
+            (folder / "filler").unlink()
+            with TensorStore.open(copy) as store:
+                assert store.get("w").tolist() == list(range(1000))
+            assert copy.stat().st_blocks * 512 >= copy.stat().st_size
+
+
 def test_read_only_file_system_is_named(tmp_path: Path) -> None:
     with loop_device(tmp_path / "image", 32 << 20) as device:
         subprocess.run(["mkfs.ext4", "-q", device], check=True)

@@ -80,5 +80,6 @@ def killed_until_done(runs: Runs, folder: Path, expected: Outcome, rng: np.rando
         if len(set(steps[-6:])) == 1:
             # On a busy machine not even a step gets done.
             longest_life_s *= 1.5
+            steps = steps[-1:]
     check_same(folder, expected)
     return kills

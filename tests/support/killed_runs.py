@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -44,6 +45,7 @@ class Runs:
         self, *settings: str, config: str = "tiny_random", initial_scale: float | None = None
     ) -> None:
         self._initial_scale = initial_scale
+        self._process = -1
         self._settings = ["--config", config, "offload.direct_io=optional", *settings]
         self._forks = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("run_forks.py"))],
@@ -69,11 +71,17 @@ class Runs:
         log = str(folder.with_suffix(".log"))
         request = {"arguments": arguments, "log": log, "end": end, "initial_scale": self._initial_scale}
         self._forks.stdin.write(json.dumps(request) + "\n")
-        return int(self._read())
+        process = int(self._read())
+        # The number alone may be another process's by the time it is used.
+        self._process = os.pidfd_open(process)
+        self._forks.stdin.write("\n")
+        return process
 
     def wait(self) -> int:
         """Returns the exit status of the run that was started; less than 0: the signal that killed it."""
-        return int(self._read())
+        status = int(self._read())
+        os.close(self._process)
+        return status
 
     def finish(self, folder: Path, *overrides: str) -> None:
         """Carries a run out to its end."""
@@ -92,9 +100,13 @@ class Runs:
         if began:
             _wait_for(folder, process)
         time.sleep(delay_s)
-        # Its number is free only once the parent has waited for it, which is not told before it is dead.
-        os.kill(process, signal.SIGKILL)
+        self.signal(signal.SIGKILL)
         return self._was_killed(folder, self.wait())
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to the run; nothing happens when it has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._process, number)
 
     def _was_killed(self, folder: Path, status: int) -> bool:
         assert status in (0, -signal.SIGKILL), folder.with_suffix(".log").read_text()

@@ -92,6 +92,8 @@ def main() -> None:
             finally:
                 os._exit(1)
         os.write(1, f"{child}\n".encode())
+        # It is waited for only when whoever kills it holds on to it by more than its number.
+        sys.stdin.readline()
         _, status = os.waitpid(child, 0)
         os.write(1, f"{os.waitstatus_to_exitcode(status)}\n".encode())
 
