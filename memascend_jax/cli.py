@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``memascend plan|store|export|report``: arguments and output only. Each command imports what it needs, never jax.
+"""The command ``memascend``: arguments and output only. Each of its commands imports what it needs, never jax.
 
 Results go to stdout, as a table or with ``--json`` as one JSON object with a ``schema`` number; all else to stderr.
 """
@@ -53,12 +53,13 @@ def build_parser() -> argparse.ArgumentParser:
     from memascend_jax.store_commands import add_store_commands
 
     add_store_commands(commands, _command)
-    from memascend_jax.model_commands import add_import_command
+    from memascend_jax.checkpoint_commands import add_checkpoint_commands
+
+    add_checkpoint_commands(commands, _command)
+    from memascend_jax.model_commands import add_export_command, add_import_command
 
     add_import_command(commands, _command)
-    export = _command(commands, "export", _export, "a store's model as a Hugging Face folder")
-    export.add_argument("paths", metavar="STORE", nargs="+", help="paths of the store, one per member")
-    export.add_argument("--out", metavar="DIR", required=True, help="folder to make; must not exist")
+    add_export_command(commands, _command)
     report = _command(commands, "report", _report, "the figures of a run, finished or not")
     report.add_argument("run_dir", metavar="RUN", help="run.dir of the run")
     report.add_argument("--out", metavar="DIR", help="where report.html and report.png go; default: RUN")
@@ -73,17 +74,6 @@ def _command(commands: Any, name: str, run: Command, text: str) -> argparse.Argu
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.set_defaults(command=run)
     return parser
-
-
-def _export(options: argparse.Namespace) -> int:
-    from memascend_jax.recipes.store_export import export_store
-
-    facts = export_store(options.paths, Path(options.out).expanduser())
-    if options.json:
-        print_json(facts)
-    else:
-        sys.stderr.write(f"memascend: wrote {facts['path']}, the model after step {facts['step']}\n")
-    return 0
 
 
 def _report(options: argparse.Namespace) -> int:

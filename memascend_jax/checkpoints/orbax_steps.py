@@ -8,8 +8,10 @@ handler of our own streams it into the files that orbax's handler of trees reads
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -19,13 +21,20 @@ from typing import Any
 
 from absl import logging as absl_logging
 from numpy.typing import NDArray
-from orbax.checkpoint.experimental import v1 as ocp  # type: ignore[import-untyped]
 
 from memascend_jax.checkpoints.array_files import ArrayWriter, sync_disk
 from memascend_jax.checkpoints.array_layout import TREE_FILE, ZARR_FILE, ArrayLayout, tree_text
 from memascend_jax.checkpoints.saved_step import METRICS, MODEL_FILES, RUN, STATE, StepRecord
 
+try:
+    from orbax.checkpoint import v1 as ocp  # type: ignore[import-untyped,attr-defined,unused-ignore]
+except ImportError:
+    # Its place up to 0.12.
+    from orbax.checkpoint.experimental import v1 as ocp  # type: ignore[import-untyped,unused-ignore]
+
 EVAL_LOSS = "eval_loss"
+#: In the name of a step that is being written, or removed: orbax takes no notice of it, and cleans it away.
+_UNFINISHED = ".orbax-checkpoint-tmp"
 #: Pieces that are written at once; the disk and its checksums are busy with as many.
 _WRITERS = 4
 
@@ -110,25 +119,13 @@ class OrbaxSteps:
     """
 
     def __init__(self, folder: Path, *, every: int, keep: int, keep_best: int = 0) -> None:
-        absl_logging.set_verbosity(absl_logging.ERROR)
+        # What it would say of a failure is in the exception.
+        absl_logging.set_verbosity(absl_logging.FATAL)
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
+        self._every = every
         self._preservation = _preservation(keep, keep_best)
-        registry = ocp.handlers.local_registry(include_global_registry=False)
-        registry.add(StreamedStateHandler, checkpointable_name=STATE)
-        registry.add(ocp.handlers.JsonHandler, checkpointable_name=RUN)
-        registry.add(ocp.handlers.global_registry().get(METRICS), checkpointable_name=METRICS)
-        context = ocp.Context()
-        context.checkpointables.registry = registry
-        policies = ocp.training.preservation_policies
-        self._checkpointer = ocp.training.Checkpointer(
-            folder,
-            context=context,
-            save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(every),
-            # Not given to orbax, which would remove old steps before the new one is on disk for good: see ``save``.
-            preservation_policy=policies.PreserveAll(),
-            cleanup_tmp_directories=True,
-        )
+        self._checkpointer = self._open()
 
     def is_due(self, step: int) -> bool:
         """Returns whether ``step`` is to be saved and is not there yet."""
@@ -145,30 +142,60 @@ class OrbaxSteps:
         Raises:
             OSError: the disk is full or fails, with the path. Older steps are as they were.
         """
-        step = record.step
-        self._checkpointer.save_checkpointables(
-            step, {STATE: state, RUN: record.to_json()}, force=True, metrics=dict(metrics) or None
-        )
+        try:
+            self._checkpointer.save_checkpointables(
+                record.step, {STATE: state, RUN: record.to_json()}, force=True, metrics=dict(metrics) or None
+            )
+        except BaseException:
+            # It keeps a failure and raises it again at the next save.
+            with contextlib.suppress(Exception):
+                self._checkpointer.close()
+            self._clean()
+            self._checkpointer = self._open()
+            raise
         # The record and the name are on disk before an older step goes.
         sync_disk(self.folder)
-        return self._forget()
+        context = ocp.training.preservation_policies.PreservationContext()
+        checkpoints = self._checkpointer.checkpoints
+        kept = self._preservation.should_preserve(checkpoints, context=context)
+        gone = [known.step for known, keep in zip(checkpoints, kept, strict=True) if not keep]
+        self.forget(gone)
+        return gone
 
-    def forget(self, step: int) -> None:
-        """Removes a step, whatever is to be kept."""
-        self._checkpointer.delete(step, missing_ok=True)
+    def forget(self, steps: Sequence[int]) -> None:
+        """Removes steps, whatever is to be kept; each is gone at once, or, after a crash, when it is opened again."""
+        for step in steps:
+            gone = self.folder / f"{step}{_UNFINISHED}-removed"
+            (self.folder / str(step)).rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
+        if steps:
+            self._checkpointer.reload()
 
     def close(self) -> None:
         """Waits for what orbax still does."""
         self._checkpointer.close()
 
-    def _forget(self) -> list[int]:
-        context = ocp.training.preservation_policies.PreservationContext()
-        checkpoints = self._checkpointer.checkpoints
-        kept = self._preservation.should_preserve(checkpoints, context=context)
-        gone = [known.step for known, keep in zip(checkpoints, kept, strict=True) if not keep]
-        for step in gone:
-            self.forget(step)
-        return gone
+    def _open(self) -> Any:
+        registry = ocp.handlers.local_registry(include_global_registry=False)
+        registry.add(StreamedStateHandler, checkpointable_name=STATE)
+        registry.add(ocp.handlers.JsonHandler, checkpointable_name=RUN)
+        registry.add(ocp.handlers.global_registry().get(METRICS), checkpointable_name=METRICS)
+        context = ocp.Context()
+        context.checkpointables.registry = registry
+        policies = ocp.training.preservation_policies
+        return ocp.training.Checkpointer(
+            self.folder,
+            context=context,
+            save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(self._every),
+            # Not given to orbax, which would remove old steps before the new one is on disk for good: see ``save``.
+            preservation_policy=policies.PreserveAll(),
+            cleanup_tmp_directories=True,
+        )
+
+    def _clean(self) -> None:
+        """Removes what a save that failed has left."""
+        for path in self.folder.glob(f"*{_UNFINISHED}*"):
+            shutil.rmtree(path, ignore_errors=True)
 
     def __enter__(self) -> OrbaxSteps:
         return self

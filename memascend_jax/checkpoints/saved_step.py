@@ -151,7 +151,7 @@ def open_step(path: Path) -> SavedStep:
     """
     if not path.is_dir():
         raise DataError(f"cannot open the checkpoint '{path}': there is no such folder")
-    if not (path / RUN).is_dir() and not (path / STATE).is_dir():
+    if not is_step(path):
         raise DataError(
             f"cannot open the checkpoint '{path}': it holds no step of a checkpoint ({STATE}, {RUN}); nothing was "
             "changed. Give checkpoint.dir of a run, or one step in it"
@@ -180,12 +180,11 @@ def resolve_step(path: Path, step: int | None = None) -> SavedStep:
         DataError: see ``open_step``; or there is no such step, with those that there are.
     """
     steps = find_steps(path)
-    is_step = (path / STATE).is_dir() or (path / RUN).is_dir()
-    if is_step and step is not None and str(step) != path.name:
+    if is_step(path) and step is not None and str(step) != path.name:
         raise DataError(
             f"the checkpoint '{path}' is one step; give the folder above it to choose step {step}"
         )
-    if is_step or (not steps and step is None):
+    if is_step(path) or (not steps and step is None):
         return open_step(path)
     if step is not None and step not in steps:
         there = ", ".join(map(str, steps)) or "none"
@@ -205,6 +204,11 @@ def newest_whole_step(root: Path) -> tuple[SavedStep | None, list[str]]:
         else:
             return saved, refused
     return None, refused
+
+
+def is_step(path: Path) -> bool:
+    """Returns whether ``path`` is the folder of a step, whole or not, of any program that saves as this one does."""
+    return (path / STATE).is_dir() or (path / RUN).is_dir()
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from numpy.typing import NDArray
 
+from memascend_jax.checkpoints.saved_step import is_checkpoint, resolve_step
 from memascend_jax.errors import DataError
 from memascend_jax.storage.formatting import has_superblock
 from memascend_jax.units import MIB
@@ -76,13 +77,18 @@ def open_checkpoint(source: str | Path) -> Checkpoint:
 
     Args:
         source: a Hugging Face folder (``config.json`` with ``model.safetensors``, whole or in shards),
-            a GGUF file, or the store that ``memascend import`` made of one, in one file or device.
+            a GGUF file, the store that ``memascend import`` made of one, in one file or device, or a checkpoint:
+            a folder of steps, of which it is the newest, or a step.
 
     Raises:
         DataError: nothing is there, it is neither, the architecture is unknown, or tensors are missing,
             misshapen or outside their file; every fault found is listed.
     """
     path = Path(source).expanduser()
+    if path.is_dir() and is_checkpoint(path):
+        from memascend_jax.checkpoints.saved_model import SavedModel
+
+        return SavedModel(resolve_step(path))
     if path.is_dir():
         from memascend_jax.checkpoints.huggingface import HuggingFaceCheckpoint
 
@@ -97,6 +103,6 @@ def open_checkpoint(source: str | Path) -> Checkpoint:
         return GgufCheckpoint(path)
     raise DataError(
         f"cannot open the model '{source}': there is no such folder or file. Give a Hugging Face folder "
-        "(config.json, model.safetensors, tokenizer.json), a .gguf file, a store that memascend import made, or the name "
-        "smollm2-135m."
+        "(config.json, model.safetensors, tokenizer.json), a .gguf file, a store that memascend import made, a "
+        "checkpoint of a run, or the name smollm2-135m."
     )

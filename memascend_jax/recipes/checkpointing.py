@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -98,7 +97,6 @@ class RunCheckpoints:
         except MemascendError:
             raise
         except OSError as error:
-            self._clean(state.step)
             self._say(
                 f"warning: the checkpoint of step {state.step} could not be saved: {error}; the run goes on, with "
                 f"the steps saved before ({', '.join(map(str, self._steps.steps)) or 'none'})"
@@ -121,11 +119,6 @@ class RunCheckpoints:
                 f"it takes {format_bytes(self._bytes)}, but only {format_bytes(free)} are free in "
                 f"'{self._steps.folder}'"
             )
-
-    def _clean(self, step: int) -> None:
-        """Removes what a save that failed has left."""
-        for path in self._steps.folder.glob(f"{step}.*"):
-            shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager
@@ -152,9 +145,9 @@ def open_checkpoints(
     assert keys.every
     steps = OrbaxSteps(checkpoint_folder(config), every=keys.every, keep=keys.keep, keep_best=keys.keep_best)
     try:
-        for later in steps.steps:
-            if later > step and not _is_whole(steps.folder / str(later)):
-                steps.forget(later)
+        steps.forget(
+            [late for late in steps.steps if late > step and not _is_whole(steps.folder / str(late))]
+        )
         yield RunCheckpoints(steps, layout, placement, model_files, run_id, say)
     finally:
         # What it still waits for is a failed save, which has been told.

@@ -66,13 +66,19 @@ def find_run(config: Config) -> Found | None:
 
 
 def durability_note(config: Config, plan: RunPlan, store: TensorStore) -> str | None:
-    """Returns what the user must know of a durability that nobody asked for, or None."""
-    if config.offload.durability != "plan" or store.durability == "step":
+    """Returns what the user must know of a durability that nobody asked for, or that nothing makes safe, or None."""
+    if store.durability == "step":
         return None
+    every = config.checkpoint.every
+    lost = f"goes back to the last checkpoint, at most {every} steps" if every else "loses this run"
+    if config.offload.durability != "plan":
+        return (
+            None if every else f"durability: checkpoint without checkpoint.every: a crash or power cut {lost}"
+        )
     needed = bytes_needed(plan.specs, plan.scratch_bytes, "step")
     more = needed - bytes_needed(plan.specs, plan.scratch_bytes, store.durability)
     return (
-        "durability: checkpoint, as the disk is too small for step: a crash or power cut loses this run. "
+        f"durability: checkpoint, as the disk is too small for step: a crash or power cut {lost}. "
         f"offload.durability=step would lose nothing; its store takes {format_bytes(needed)}, "
         f"{format_bytes(more)} more than this one"
     )

@@ -207,20 +207,27 @@ def test_store_of_two_steps_is_refused_by_every_command(
 
 
 @pytest.mark.parametrize(
-    ("asked", "got", "is_told"),
-    [("plan", "checkpoint", True), ("plan", "step", False), ("checkpoint", "checkpoint", False)],
+    ("asked", "got", "every", "told"),
+    [
+        ("plan", "checkpoint", 0, "a crash or power cut loses this run. offload.durability=step would"),
+        ("plan", "checkpoint", 5, "a crash or power cut goes back to the last checkpoint, at most 5 steps. "),
+        ("plan", "step", 0, None),
+        ("checkpoint", "checkpoint", 0, "checkpoint.every: a crash or power cut loses this run"),
+        ("checkpoint", "checkpoint", 5, None),
+    ],
 )
 def test_durability_that_the_small_disk_chose_is_told_with_the_room_for_the_better_one(
-    tmp_path: Path, asked: str, got: Durability, is_told: bool
+    tmp_path: Path, asked: str, got: Durability, every: int, told: str | None
 ) -> None:
-    config = tiny(tmp_path, f"offload.durability={asked}")
+    config = tiny(tmp_path, f"offload.durability={asked}", f"checkpoint.every={every}")
     plan = plan_from_config(config)
     step, checkpoint = (bytes_needed(plan.specs, plan.scratch_bytes, kind) for kind in ("step", "checkpoint"))
     with TensorStore.create(tmp_path / "s", capacity="1MiB", durability=got, **ANY_DISK) as store:
         note = durability_note(config, plan, store)
-    assert (note is not None) == is_told
+    assert (note is None) == (told is None)
     if note is not None:
-        assert "a crash or power cut loses this run" in note
+        assert told is not None and told in note
+    if note is not None and asked == "plan":
         assert f"takes {format_bytes(step)}, {format_bytes(step - checkpoint)} more" in note
 
 
