@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``memascend import`` and ``memascend store convert``: arguments and output only."""
+"""``memascend import|export`` and ``memascend store convert``: arguments and output only."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from memascend_jax.observe.output import print_json
@@ -26,6 +27,33 @@ def add_import_command(commands: Any, add: AddCommand) -> None:
     _add_dtype(parser, "what the weights are rounded to; default: as they are")
 
 
+def add_export_command(commands: Any, add: AddCommand) -> None:
+    """Adds ``export``."""
+    parser = add(
+        commands, "export", _export, "writes a model as a Hugging Face folder, which must not exist yet"
+    )
+    parser.add_argument(
+        "paths",
+        metavar="SOURCE",
+        nargs="+",
+        help="a run's folder, its store (one path per member), a checkpoint, a store that import made, a Hugging Face "
+        "folder, a GGUF file; and behind it the folder to make, DIR, unless --out says it",
+    )
+    parser.add_argument("--out", metavar="DIR", help="folder to make; must not exist")
+    _add_dtype(
+        parser,
+        "type of the weights, rounded from a run's masters, exact for float32; default: as they are kept",
+    )
+    parser.add_argument(
+        "--max-shard-size",
+        metavar="SIZE",
+        help="such as 5GB, the default: a larger model is written in several files",
+    )
+    parser.add_argument(
+        "--step", metavar="N", type=int, help="which step of a checkpoint; default: the newest"
+    )
+
+
 def _add_dtype(parser: argparse.ArgumentParser, text: str) -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help=text)
 
@@ -39,8 +67,8 @@ def add_store_changes(verbs: Any, add: AddCommand) -> None:
         "--state-format",
         required=True,
         metavar="FORMAT",
-        help="fp32, split, split_bf16, bf16 or int8: fp32 and split become each other bit for bit; the others hold less, "
-        "rounded without bias",
+        help="fp32, split, split_bf16, bf16 or int8: fp32 and split become each other bit for bit; the others hold "
+        "less, rounded without bias",
     )
     _add_into(convert)
 
@@ -67,6 +95,50 @@ def _import(options: argparse.Namespace) -> int:
         f"{', '.join(facts['paths'])} holds the model of {facts['parameters']:,} parameters; to train it: "
         f"model.source={facts['paths'][0]}",
     )
+
+
+def _export(options: argparse.Namespace) -> int:
+    from memascend_jax.checkpoints.export import MAX_SHARD_BYTES
+    from memascend_jax.errors import ConfigError
+    from memascend_jax.observe.screen import Screen
+    from memascend_jax.recipes.store_export import export_model
+
+    *paths, last = options.paths
+    out = options.out or last
+    paths = options.paths if options.out else paths
+    if not paths:
+        raise ConfigError(
+            f"cannot export '{last}': the folder to make is missing; memascend export {last} DIR"
+        )
+    size = MAX_SHARD_BYTES
+    if options.max_shard_size is not None:
+        size = _size(options.max_shard_size, "--max-shard-size")
+    with Screen() as screen:
+        facts = export_model(
+            paths,
+            Path(out).expanduser(),
+            screen,
+            dtype=options.dtype,
+            max_shard_bytes=size,
+            step=options.step,
+        )
+    step = f", the model after step {facts['step']}" if "step" in facts else ""
+    return _report(
+        options, facts, f"wrote {facts['path']}, {facts['bytes']:,} bytes of {facts['dtype']}{step}"
+    )
+
+
+def _size(text: str, option: str) -> int:
+    from memascend_jax.errors import ConfigError
+    from memascend_jax.units import parse_bytes
+
+    try:
+        size = parse_bytes(text)
+    except ValueError as error:
+        raise ConfigError(f"{option}: {error}") from None
+    if size <= 0:
+        raise ConfigError(f"{option}: a file has at least a byte, got {text}")
+    return size
 
 
 def _convert(options: argparse.Namespace) -> int:

@@ -8,11 +8,10 @@ store's run state is a record that says what the model is: see ``ModelRecord``.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from math import prod
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from memascend_jax.dtypes import to_dtype
 from memascend_jax.errors import DataError
 from memascend_jax.models.shapes import EMBED_NAME, LlamaConfig, check_tensors, tensor_shapes
 from memascend_jax.optim.state_format import tile_elements
+from memascend_jax.storage.device import PathLike
 from memascend_jax.storage.tensor_store import TensorSpec, TensorStore
 
 if TYPE_CHECKING:
@@ -116,8 +116,8 @@ def file_array(content: bytes) -> NDArray[np.uint8]:
 class StoreCheckpoint:
     """See ``source.Checkpoint``. Elements have the types that they were imported in."""
 
-    def __init__(self, path: str | Path) -> None:
-        self._store = TensorStore.open(path, read_only=True, direct_io="optional")
+    def __init__(self, paths: PathLike | Sequence[PathLike]) -> None:
+        self._store = TensorStore.open(paths, read_only=True, direct_io="optional")
         try:
             where = ", ".join(self._store.paths)
             self._record = ModelRecord.decode(self._store.run_state, where)

@@ -1,43 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store's model as a Hugging Face folder, whether its run has ended or not. jax-free."""
+"""A model as a Hugging Face folder: of a run, whether it has ended or not, of a checkpoint, of a store. jax-free."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from memascend_jax.checkpoints.export import export_huggingface
-from memascend_jax.config import Config
-from memascend_jax.models.shapes import tensor_shapes
-from memascend_jax.recipes.inputs import open_model
-from memascend_jax.storage.store_errors import dirty_store
-from memascend_jax.storage.tensor_store import TensorStore
-from memascend_jax.training.run_state import RunState
+from memascend_jax.checkpoints.export import MAX_SHARD_BYTES, export_huggingface
+from memascend_jax.observe.screen import Screen
+from memascend_jax.recipes.export_source import open_source
 
 
-def export_store(paths: Sequence[str], out: Path) -> dict[str, Any]:
-    """Writes the folder ``out`` from the last committed step of the run in the store, one piece at a time.
+def export_model(
+    paths: Sequence[str],
+    out: Path,
+    screen: Screen,
+    *,
+    dtype: str | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    step: int | None = None,
+) -> dict[str, Any]:
+    """Writes the folder ``out``, one piece at a time, or when it fails nothing.
+
+    Args:
+        paths, step: see ``open_source``.
+        dtype: of the weights: what is known most exactly, a run's masters, rounded to nearest; None: as they are kept.
+        max_shard_bytes: see ``export_huggingface``.
 
     Returns:
-        ``path`` of the folder, ``step`` and ``generation`` that it holds.
+        ``path`` and ``bytes`` of the folder, ``dtype``, and of a run ``step`` and ``generation``.
 
     Raises:
-        StoreError: there is no store, it holds no run, or no single step: it was being overwritten in place.
-        DataError: the model that the run started from is gone; its tokenizer and configuration are needed.
+        StoreError, DataError, ConfigError: see ``open_source``.
         ConfigError: ``out`` exists or cannot be made.
-        OSError: the disk is full or fails.
+        DataError: a weight is beyond what ``dtype`` can hold.
+        OSError: the disk has no room, which is found before the first byte, or fails.
     """
-    with TensorStore.open(list(paths), read_only=True, direct_io="optional") as store:
-        if store.dirty:
-            raise dirty_store(store.paths, store.generation, store.run_state)
-        state = RunState.decode(store.run_state, ", ".join(paths))
-        model = open_model(Config.model_validate(state.config))
-        try:
-            tensors = tensor_shapes(model.config)
-            dtype = store.spec(tensors[0].name).dtype
-            files = model.checkpoint.export_files() if model.checkpoint else {}
-            export_huggingface(store.read_elements, tensors, dtype, model.config, files, out)
-        finally:
-            model.close()
-        return {"path": str(out), "step": state.step, "generation": store.generation}
+    with ExitStack() as stack:
+        source = open_source(paths, step, stack)
+        dtypes = {name: dtype or kept for name, kept in source.dtypes.items()}
+        with screen.progress("writing the model", len(source.shapes)) as advance:
+            nbytes = export_huggingface(
+                lambda name, start, n: source.read(name, start, n, dtypes[name]),
+                source.shapes,
+                dtypes,
+                source.config,
+                source.files,
+                out,
+                max_shard_bytes=max_shard_bytes,
+                on_tensor=advance,
+            )
+        return {"path": str(out), "bytes": nbytes, "dtype": _in_short(dtypes.values()), **source.facts}
+
+
+def _in_short(dtypes: Any) -> str:
+    return ", ".join(sorted(set(dtypes)))
