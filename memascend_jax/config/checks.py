@@ -106,6 +106,20 @@ def _optimizer(config: Config) -> Iterator[Finding]:
             f"optimizer.loss_scale is for model.compute_dtype=float16, which is {compute}",
         )
     if compute in ("float16", "float32") and optimizer.state_format != "fp32":
+    for index, group in enumerate(optimizer.groups):
+        for key in ("learning_rate", "weight_decay"):
+            if group.frozen and getattr(group, key) is not None:
+                yield (
+                    (f"optimizer.groups[{index}].{key}", f"optimizer.groups[{index}].frozen"),
+                    f"optimizer.groups[{index}] is frozen: true, but has a {key}, which nothing would obey; leave one"
+                    " of the two out",
+                )
+    if optimizer.log_noise_scale and config.train.gradient_accumulation_steps < 2:
+        yield (
+            ("optimizer.log_noise_scale", "train.gradient_accumulation_steps"),
+            "optimizer.log_noise_scale compares the gradients of micro-batches with their sum, and needs"
+            " train.gradient_accumulation_steps of 2 or more, not 1",
+        )
         yield (
             ("optimizer.state_format", "model.compute_dtype"),
             f"model.compute_dtype={compute} needs optimizer.state_format=fp32, not {optimizer.state_format},"

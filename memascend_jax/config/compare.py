@@ -10,13 +10,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from memascend_jax.config.schema import Config
+from memascend_jax.config.sections import ParameterGroup
 from memascend_jax.config.text import to_dict
 from memascend_jax.config.values import ALL
 
 #: Sections that change what is learned; where the state lives and where the run writes do not.
 TRAINING_SECTIONS = ("model", "data", "train", "optimizer")
 #: Keys in them that only change what is shown or measured.
-_INCIDENTAL = frozenset({"train.eval_every", "train.samples", "data.eval_sequences"})
+_INCIDENTAL = frozenset(
+    {
+        "train.eval_every",
+        "train.samples",
+        "data.eval_sequences",
+        "optimizer.log_norms",
+        "optimizer.log_noise_scale",
+    }
+)
 #: Keys that name something whose content counts, not its place: who compares the content decides.
 CONTENT_KEYS = frozenset({"model.source", "data.source", "data.eval_source"})
 #: A longer run is what the earlier one is the beginning of.
@@ -70,11 +79,17 @@ def not_allowed(changes: Sequence[Change], allowed: Sequence[str]) -> list[Chang
 
 def _training_keys(values: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        name: value
+        name: _with_defaults(value) if name == "optimizer.groups" else value
         for section in TRAINING_SECTIONS
         for name, value in _flat(section, values.get(section, {}))
         if name not in _INCIDENTAL
     }
+
+
+def _with_defaults(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns parameter groups with all their keys: an earlier version did not have all of them."""
+    defaults = {name: field.default for name, field in ParameterGroup.model_fields.items() if name != "match"}
+    return [{**defaults, **group} for group in groups]
 
 
 def _flat(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from memascend_jax.observe.charts import Chart, Series
+from memascend_jax.observe.gradient_charts import gradient_charts
 from memascend_jax.observe.meter_log import MeterSeries, read_meter
 from memascend_jax.observe.metrics import read_lines
 from memascend_jax.observe.step_clock import SPANS
@@ -32,7 +33,8 @@ def run_charts(folder: Path, summary: Mapping[str, Any]) -> list[Chart]:
     metrics = folder / "metrics.jsonl"
     series = read_meter(meter) if meter.is_file() else []
     lines = read_lines(metrics) if metrics.is_file() else []
-    return [*_memory(series), *_step_time(lines), *_bandwidth(series), *_loss(lines, summary)]
+    run = [*_memory(series), *_step_time(lines), *_bandwidth(series), *_loss(lines, summary)]
+    return [*run, *gradient_charts(lines)]
 
 
 def _memory(sessions: Sequence[MeterSeries]) -> Iterator[Chart]:

@@ -55,6 +55,7 @@ from memascend_jax.recipes.run_store import durability_note, has_store, open_sto
 from memascend_jax.recipes.run_summary import summarise
 from memascend_jax.recipes.session import Session, open_arena, open_session
 from memascend_jax.recipes.store_place import check_places
+from memascend_jax.recipes.weight_range import check_weight_range, needs_look
 from memascend_jax.training.checkpoint_state import restore_state
 from memascend_jax.training.generate import generate_greedy
 from memascend_jax.training.initialise import initialise_state
@@ -126,6 +127,7 @@ def run(config: Config) -> int:
         if job.is_complete:
             _show_again(job)
             return 0
+        _check_weights(job)
         _begin(job)
         # Until all parts are closed, so that a first Ctrl-C while a finished run closes does not make it a failure.
         stop = stack.enter_context(StopRequest(_say_stopping))
@@ -241,6 +243,15 @@ def _with_durability(config: Config, durability: str) -> Config:
 
 
 def _begin(job: Run) -> None:
+def _check_weights(job: Run) -> None:
+    """Looks for weights that the run's element type cannot hold, where there may be some."""
+    layout = job.plan.layout
+    if job.resumed or job.origin.saved is not None or not needs_look(job.model, layout.format.param_dtype):
+        return
+    with job.screen.progress("looking at the model", len(layout.tensors)) as advance:
+        check_weight_range(job.model, layout.tensors, job.config.model.source, lambda name: advance(name))
+
+
     """Writes the first files of the run and shows what is going to be done."""
     killed = job.folder.likely_oom_kill()
     if killed is not None:
@@ -291,6 +302,7 @@ def _set_up(
             train.gradient_accumulation_steps,
             cache,
         )
+            micro_norms=job.config.optimizer.log_noise_scale,
     run = job.config.run
     if run.trace:
         stack.enter_context(recording(job.folder.trace(compressed=run.trace_gzip)))

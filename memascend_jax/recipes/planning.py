@@ -15,6 +15,7 @@ from memascend_jax.memory.meter import memory_room, take_sample
 from memascend_jax.models.shapes import LlamaConfig, tensor_shapes
 from memascend_jax.optim.loss_scale import ScalePolicy, scale_policy
 from memascend_jax.optim.state_format import StateFormat, state_format
+from memascend_jax.recipes.checkpoint_space import checkpoint_consumers, checkpoint_space
 from memascend_jax.recipes.parameter_groups import tensor_settings
 from memascend_jax.recipes.run_folder import nearest_existing
 from memascend_jax.storage.device import block_device_bytes, resolve_paths
@@ -56,14 +57,17 @@ def plan_config(
 
     Raises:
         BudgetError: the run does not fit the memory it was given.
-        ConfigError: a parameter group decides about no parameter of the model.
+        ConfigError: a parameter group decides about no parameter of the model, or nothing is trained.
     """
     # Here, because every command plans before it writes anything.
-    tensor_settings(config.optimizer, tensor_shapes(shape))
+    tensors = tensor_shapes(shape)
+    trained = tensor_settings(config.optimizer, tensors)
     choices = [replace(depths, tile_elements=tile_elements or depths.tile_elements) for depths in CHOICES]
+    fmt, frozen = state_format_of(config), frozenset(tensor.name for tensor in tensors) - trained.keys()
+    space = checkpoint_space(config, fmt, tensors, frozen)
     return plan_run(
         shape,
-        state_format_of(config),
+        fmt,
         workload_of(config, n_examples),
         # The planner's own choice loses nothing in a crash, and keeps in memory what the budget has room for.
         placement="ssd" if config.offload.placement == "plan" else config.offload.placement,
@@ -75,6 +79,9 @@ def plan_config(
         device_is_host=device_is_host,
         disk_free_bytes=disk_free_bytes(store_paths(config)) if this_machine else None,
         choices=choices,
+        frozen=frozen,
+        more=checkpoint_consumers(config),
+        reserved_bytes=space.missing_bytes if space is not None and space.on_store_disk else 0,
     )
 
 

@@ -20,6 +20,7 @@ from memascend_jax.data.dataset import Dataset
 from memascend_jax.data.packing import PackedExamples
 from memascend_jax.errors import ConfigError, StoreError
 from memascend_jax.models.shapes import LlamaConfig
+from memascend_jax.recipes.parameter_groups import frozen_tensors
 from memascend_jax.storage.tensor_store import TensorSpec
 from memascend_jax.training.run_state import RunState
 from memascend_jax.units import counted
@@ -65,11 +66,13 @@ def check_settings(found: Found, config: Config) -> Found:
     """Returns ``found`` with the settings that are others now, all of which may be.
 
     Raises:
-        StoreError: the state is of another format, or the store of another durability, which no setting changes.
+        StoreError: the state is of another format or of other tensors, or the store of another durability, which no
+            setting changes.
         ConfigError: settings that change the training are others, and not allowed to.
     """
     _check_format(found, config)
     _check_durability(found, config)
+    _check_frozen(found, config)
     changes = _without_growth(training_changes(found.state.config, config), found.state.config)
     refuse_changes(found, config, [change for change in changes if change.key not in CONTENT_KEYS])
     return replace(found, changes=tuple(changes))
@@ -199,6 +202,33 @@ def _check_durability(found: Found, config: Config) -> None:
             "change; nothing was changed. Use offload.durability=plan or checkpoint to go on, or another run.dir or "
             "offload.store to start anew"
         )
+
+
+def _check_frozen(found: Found, config: Config) -> None:
+    """What was frozen has no state to go on with; what was not would leave its own unused."""
+    parameters = [name for name in found.specs if "#" not in name]
+    held = {name for name in parameters if not found.specs[name].mutable}
+    asked = frozen_tensors(config.optimizer.groups, parameters)
+    faults = [
+        f"{counted(len(names), 'tensor', 'tensors')} {what}: {_listed(names)}"
+        for names, what in (
+            (sorted(held - asked), "frozen in it would be trained, but have no master and no moments"),
+            (sorted(asked - held), "trained in it would be frozen, which would leave their state unused"),
+        )
+        if names
+    ]
+    if faults:
+        raise StoreError(
+            f"{found.where} holds a run at step {found.state.step} with another set of frozen parameters. "
+            f"{'; '.join(faults)}. Nothing was changed. Use the same optimizer.groups to go on, or another run.dir or "
+            "offload.store to start anew, from an export of this run (memascend export) if it is to begin where this "
+            "one is"
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
+    return ", ".join(map(repr, names[:_SHOWN])) + more
 
 
 def _only_follows(key: str, config: Config, changes: Sequence[Change]) -> bool:

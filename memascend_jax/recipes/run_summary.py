@@ -28,26 +28,39 @@ def summarise(
     Args:
         peak_bytes: the highest resident memory of this process; a resumed run's earlier ones are in ``lines``.
     """
+    results = state.results
+    known = {
+        "schema": 1,
+        "parameters": plan.layout.n_parameters,
+        "trained_parameters": plan.layout.n_trained,
+        "step": state.step,
+        "tokens": state.tokens,
+        "eval_loss_before": results.get("eval_loss_before"),
+        "eval_loss_after": results.get("eval_loss_after"),
+        "eval_losses": results.get("eval_losses", []),
+        "planned_ssd_read_bytes_per_step": plan.ssd_read_bytes_per_step,
+        "planned_ssd_write_bytes_per_step": plan.ssd_write_bytes_per_step,
+        "planned_host_bytes": plan.memory.total_bytes,
+        "pinned_bytes": plan.arena_bytes,
+    }
+    if not lines:
+        # Somebody has removed the metrics; what the store remembers is told all the same.
+        losses = {name: results.get(name) for name in ("loss_first", "loss_last")}
+        return {**known, **losses, "host_peak_bytes": peak_bytes}
     moved = {name: _per_step(name, lines, drains) for name in ("ssd_read_bytes", "ssd_write_bytes")}
     steady = lines[1:] or lines
     last = lines[-1]
     split = {name: round(statistics.median(line.get(name, 0.0) for line in steady), 6) for name in _SPLIT}
     seconds = sum(line["step_seconds"] for line in steady)
     tokens = sum(line["tokens"] for line in steady)
-    results = state.results
     return {
-        "schema": 1,
-        "parameters": plan.layout.n_parameters,
-        "step": state.step,
-        "tokens": state.tokens,
+        **known,
         "loss": last["loss"],
         "learning_rate": last["learning_rate"],
         "grad_norm": last["grad_norm"],
         "loss_scale": last["loss_scale"],
         "skipped_steps": last["skipped_steps"],
-        "eval_loss_before": results.get("eval_loss_before"),
-        "eval_loss_after": results.get("eval_loss_after"),
-        "eval_losses": results.get("eval_losses", []),
+        **({"noise_scale": last["noise_scale"]} if "noise_scale" in last else {}),
         "loss_first": lines[0]["loss"],
         "loss_last": last["loss"],
         "step_seconds_median": split["step_seconds"],
@@ -57,12 +70,8 @@ def summarise(
         "ssd_write_bytes": sum(line["ssd_write_bytes"] for line in (*lines, *drains)),
         "ssd_read_bytes_per_step": moved["ssd_read_bytes"],
         "ssd_write_bytes_per_step": moved["ssd_write_bytes"],
-        "planned_ssd_read_bytes_per_step": plan.ssd_read_bytes_per_step,
-        "planned_ssd_write_bytes_per_step": plan.ssd_write_bytes_per_step,
         "host_rss_bytes": last["host_rss_bytes"],
         "host_peak_bytes": max(peak_bytes, *(line["host_peak_bytes"] for line in lines)),
-        "planned_host_bytes": last["planned_host_bytes"],
-        "pinned_bytes": last["pinned_bytes"],
         "device_peak_bytes": last["device_peak_bytes"],
     }
 

@@ -28,7 +28,7 @@ from memascend_jax.training.rows_ahead import RowsAhead
 from memascend_jax.training.ssd_placement import SsdPlacement
 from memascend_jax.training.stage_functions import StageFunctions
 from memascend_jax.training.stage_inputs import StageInputs, make_inputs
-from memascend_jax.training.step import TrainStep
+from memascend_jax.training.step import Asked, TrainStep
 from memascend_jax.training.trace_stages import trace_stages
 from memascend_jax.training.update import Updater
 from memascend_jax.transfer import Transfer, make_transfer
@@ -167,4 +167,5 @@ def _build_step(
         policy=scale_policy_of(config),
         scaling=scaling,
         in_backward=plan.depths.early_update,
+        asked=Asked(stage_norms=optimizer.log_norms, noise=optimizer.log_noise_scale),
     )

@@ -19,6 +19,7 @@ from memascend_jax.models.shapes import EMBED_NAME
 from memascend_jax.observe import trace
 from memascend_jax.observe.step_clock import StepClock
 from memascend_jax.training.backward import Backward
+from memascend_jax.training.backward_reach import backward_reach
 from memascend_jax.training.batch_rows import BatchRows, collect_rows
 from memascend_jax.training.device_batch import DeviceBatch
 from memascend_jax.training.gradients import StepGradients
@@ -70,7 +71,9 @@ class StreamedModel:
             functions.put(np.asarray(index * layout.head_rows, np.int32))
             for index in range(layout.n_head_tiles)
         ]
-        self._training = training_sequence(layout.n_layers, layout.n_head_tiles)
+        #: How far down a backward goes.
+        self.reach = backward_reach(layout)
+        self._training = training_sequence(layout.n_layers, layout.n_head_tiles, self.reach.lowest)
         self._training_actions = plan_actions(self._training, capacity, prefetch_depth)
         self._forward = forward_sequence(layout.n_layers, layout.n_head_tiles)
         self._forward_actions = plan_actions(self._forward, capacity, prefetch_depth)
@@ -82,6 +85,7 @@ class StreamedModel:
         before_backward: Callable[[], None] = lambda: None,
         *,
         loss_scale: float = 1.0,
+        micro_norms: bool = False,
     ) -> tuple[float, StepGradients]:
         """Returns the mean loss over the trained tokens of the step, and its gradients, put away.
 
@@ -91,6 +95,7 @@ class StreamedModel:
             rows: of these micro-batches; the gradients have a row for each of ``rows.rows``.
             before_backward: called when the forward is done, before the first gradient is put away.
             loss_scale: factor on the gradients, and not on the loss that is returned.
+            micro_norms: find out norm² of the gradient of each micro-batch too (``StepGradients.micro_squares``).
         """
         n_trained = sum(float(micro_batch.weights.sum()) for micro_batch in micro_batches)
         scale = self.functions.put(np.asarray(loss_scale / n_trained, np.float32))
@@ -99,7 +104,8 @@ class StreamedModel:
             batches, xs = self._embed(micro_batches, rows)
             for index in range(self.layout.n_layers):
                 outputs = self._layer_forward(stages, index, batches, xs)
-                self._inputs.put(xs)
+                if index >= self.reach.first_layer:
+                    self._inputs.put(xs)
                 xs = outputs
             normed = self._head_norm(stages, xs)
             carries = self._logsumexp(stages, batches, normed)
@@ -107,13 +113,23 @@ class StreamedModel:
             trace.phase("backward")
             before_backward()
             backward = Backward(
-                self.layout, self.functions, self._clock, self._inputs, stages, batches, rows, gradients
+                layout=self.layout,
+                reach=self.reach,
+                functions=self.functions,
+                clock=self._clock,
+                inputs=self._inputs,
+                stages=stages,
+                batches=batches,
+                rows=rows,
+                gradients=gradients,
+                squares=[self.functions.zeros((), "float32") if micro_norms else None for _ in batches],
             )
             dxns = backward.head(normed, carries, self.tile_starts, scale)
             del normed, carries
-            xs = backward.norm(xs, dxns)
-            del dxns
-            backward.embedding(backward.layers(xs))
+            dxs = backward.norm(xs, dxns)
+            del xs, dxns
+            backward.embedding(backward.layers(dxs))
+            gradients.micro_squares = [float(square) for square in backward.squares if square is not None]
         return sum(float(loss) for loss in losses) / n_trained, gradients
 
     def evaluate(self, micro_batches: Sequence[Microbatch]) -> tuple[float, float]:

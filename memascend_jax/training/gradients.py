@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -32,12 +33,14 @@ class RowGradient:
 
 @dataclass(slots=True)
 class StepGradients:
-    """Collects what leaves the stages during one backward."""
+    """Collects what leaves the stages during one backward: of trained tensors only."""
 
     placement: Placement
     partials: dict[str, list[Any]] = field(default_factory=dict)
     spooled: set[str] = field(default_factory=set)
     table_gradient: RowGradient | None = None
+    #: norm² of the unrounded gradient of each micro-batch, the embedding left out, where the step was asked for it.
+    micro_squares: list[float] = field(default_factory=list)
 
     def put_stage(self, names: dict[str, str], rounded: dict[str, jax.Array], norms: jax.Array) -> None:
         """Takes a stage's gradients; ``names`` maps local names to the store's, ``norms`` is in sorted local order."""
@@ -77,6 +80,17 @@ class StepGradients:
                 "Lower optimizer.learning_rate, or look at the batch that this step trained on."
             )
         return math.sqrt(sum(squares.values()))
+
+    def square_without(self, left_out: str) -> float:
+        """Returns norm² over all tensors but ``left_out``."""
+        return sum(self._square(name) for name in sorted(self.partials) if name != left_out)
+
+    def stage_norms(self, stages: Mapping[str, str]) -> dict[str, float]:
+        """Returns the norm of each stage that has a gradient; ``stages`` maps tensors to theirs."""
+        squares: dict[str, float] = {}
+        for name in sorted(self.partials):
+            squares[stages[name]] = squares.get(stages[name], 0.0) + self._square(name)
+        return {stage: math.sqrt(square) for stage, square in squares.items()}
 
     def why_nonfinite(self) -> str | None:
         """Returns which gradients are inf or nan, or None.

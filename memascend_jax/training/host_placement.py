@@ -40,7 +40,13 @@ from memascend_jax.training.residency import (
     gradient_offsets,
     piece_key,
 )
-from memascend_jax.training.slot_classes import ROW_GRADIENTS, gradient_class, gradient_name, host_contents
+from memascend_jax.training.slot_classes import (
+    ROW_GRADIENTS,
+    gradient_class,
+    gradient_name,
+    has_row_gradients,
+    host_contents,
+)
 from memascend_jax.transfer import Transfer
 
 if TYPE_CHECKING:
@@ -76,7 +82,7 @@ class HostPlacement(MemoryPlacement):
             for piece in layout.update_groups[index].pieces:
                 self._groups_of.setdefault(piece.tensor, []).append(index)
         self._row_lease, self._row_offsets = None, dict[PieceKey, int]()
-        if not layout.tied:
+        if has_row_gradients(layout):
             self._row_lease = pool.lease(ROW_GRADIENTS)
             for group in layout.update_groups:
                 if group.pieces[0].tensor == EMBED_NAME:
@@ -84,7 +90,7 @@ class HostPlacement(MemoryPlacement):
         self._update = HostUpdate(layout, self._let_gradient_go, self._let_gradients_go)
 
     def read_rows(self, tensor: str, rows: NDArray[np.int64], leaf: str = PARAMETER) -> NDArray[Any]:
-        if self._early is None:
+        if self._early is None and self._layout.is_trained(tensor):
             self.finish_update()
         return super().read_rows(tensor, rows, leaf)
 

@@ -7,7 +7,6 @@ so the update never waits for a reader as the one that streams from SSD does (``
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -38,7 +37,7 @@ class HostUpdate:
         self._layout = layout
         self._on_updated = on_updated
         self._on_failed = on_failed
-        self._sizes = {tensor.name: math.prod(tensor.shape) for tensor in layout.tensors}
+        self._sizes = {tensor.name: tensor.elements for tensor in layout.trained}
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="memascend-update")
         self._queue: _Queue = SimpleQueue()
         self._left: list[int] = []
@@ -71,8 +70,8 @@ class HostUpdate:
         self._queue.put(None)
 
     def is_through(self, tensor: str, end: int | None = None) -> bool:
-        """Returns whether ``wait`` would return at once."""
-        if self._running is None or not self._handing_over:
+        """Returns whether ``wait`` would return at once: always for a frozen tensor."""
+        if self._running is None or not self._handing_over or tensor not in self._sizes:
             return True
         return self._updated[tensor] >= (self._sizes[tensor] if end is None else end)
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from memascend_jax.dtypes import to_dtype
 from memascend_jax.errors import DataError
-from memascend_jax.optim.rounding import split_master, widen
+from memascend_jax.optim.rounding import round_master, split_master, widen
 from memascend_jax.training.model_layout import ModelLayout
 from memascend_jax.training.placement import Placement
 
@@ -25,7 +25,7 @@ def initialise_state(
     pieces_of: Callable[[str], Iterable[tuple[int, NDArray[Any]]]],
     on_tensor: Callable[[str], None] = lambda name: None,
 ) -> None:
-    """Writes every parameter and state leaf; holds one tile at a time.
+    """Writes every parameter and, of what is trained, every state leaf; holds one tile at a time.
 
     Args:
         pieces_of: yields ``(start element, flat values)`` of a tensor in order, in pieces of any size.
@@ -37,6 +37,9 @@ def initialise_state(
     for tensor in layout.tensors:
         total, size = math.prod(tensor.shape), layout.tile_elements[tensor.name]
         for start, values in cut_into_tiles(tensor.name, pieces_of(tensor.name), total, size):
+            if not layout.is_trained(tensor.name):
+                placement.write(tensor.name, start, round_master(widen(values), layout.format.param_dtype))
+                continue
             parameter, kept = split_master(layout.format, widen(values))
             placement.write(tensor.name, start, parameter)
             for leaf in layout.format.leaves:

@@ -16,6 +16,7 @@ from memascend_jax.memory.meter import Meter
 from memascend_jax.observe import trace
 from memascend_jax.observe.step_clock import StepClock
 from memascend_jax.training.forward_backward import StreamedModel
+from memascend_jax.training.gradient_facts import noise_facts, norm_facts
 from memascend_jax.training.placement import Placement
 from memascend_jax.training.run_state import RunState
 from memascend_jax.training.step import StepResult, TrainStep
@@ -127,8 +128,10 @@ class Trainer:
                 self.placement.cancel_update()
                 self._drain(state.step)
                 raise
-            line = self._line(result)
+            facts, kept = noise_facts(result.noise, state.results.get("noise"))
+            line = self._line(result) | facts
             extra = {
+                **kept,
                 "loss_last": result.loss,
                 "seconds": state.results.get("seconds", 0.0) + line["step_seconds"],
             }
@@ -184,6 +187,7 @@ class Trainer:
             "host_peak_bytes": memory.peak_rss_bytes,
             **self._fixed,
             "device_peak_bytes": device_peak_bytes(),
+            **norm_facts(result.stage_norms, self.model.layout.n_layers),
         }
 
 

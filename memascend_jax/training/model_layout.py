@@ -84,6 +84,7 @@ class ModelLayout:
             last, tied or not; the rows that a step uses are updated ahead of it.
         tile_elements: optimizer tile of each parameter, in elements.
         head_rows: vocabulary rows of one head tile.
+        frozen: tensors that are never trained: parameters without state, gradient and update group.
     """
 
     config: LlamaConfig
@@ -94,6 +95,7 @@ class ModelLayout:
     n_head_tiles: int
     stage_parts: Mapping[StageKey, tuple[StagePart, ...]]
     update_groups: tuple[UpdateGroup, ...]
+    frozen: frozenset[str] = frozenset()
 
     @property
     def head_tensor(self) -> str:
@@ -109,7 +111,27 @@ class ModelLayout:
 
     @property
     def n_parameters(self) -> int:
-        return sum(math.prod(tensor.shape) for tensor in self.tensors)
+        return sum(tensor.elements for tensor in self.tensors)
+
+    @property
+    def trained(self) -> tuple[TensorShape, ...]:
+        """The tensors that are not frozen, in forward order."""
+        return tuple(tensor for tensor in self.tensors if tensor.name not in self.frozen)
+
+    @property
+    def n_trained(self) -> int:
+        return sum(tensor.elements for tensor in self.trained)
+
+    def is_trained(self, tensor: str) -> bool:
+        return tensor not in self.frozen
+
+    def trained_parts(self, key: StageKey) -> tuple[StagePart, ...]:
+        """Returns the parts of a stage that have a gradient."""
+        return tuple(part for part in self.stage_parts[key] if part.tensor not in self.frozen)
+
+    def leaves_of(self, tensor: str) -> tuple[Leaf, ...]:
+        """Returns the state leaves of ``tensor``: the format's, of a frozen one none."""
+        return () if tensor in self.frozen else self.format.leaves
 
     def shape_of(self, tensor: str) -> tuple[int, ...]:
         return next(known.shape for known in self.tensors if known.name == tensor)
@@ -141,15 +163,22 @@ def leaf_name(tensor: str, leaf: str) -> str:
 
 
 def plan_layout(
-    config: LlamaConfig, fmt: StateFormat, *, target_tile_elements: int, target_head_bytes: int
+    config: LlamaConfig,
+    fmt: StateFormat,
+    *,
+    target_tile_elements: int,
+    target_head_bytes: int,
+    frozen: frozenset[str] = frozenset(),
 ) -> ModelLayout:
     """Returns the cut of ``config`` into stage parts and update groups.
 
     Args:
         target_tile_elements: size that optimizer tiles stay at or under where rows allow.
         target_head_bytes: size that a vocabulary tile of the head stays at or under, at least one aligned row group.
+        frozen: names of tensors that are not trained; not all of them.
     """
     tensors = tuple(tensor_shapes(config))
+    trained = [tensor for tensor in tensors if tensor.name not in frozen]
     tiles = {tensor.name: tile_elements(tensor.shape, target_tile_elements) for tensor in tensors}
     row_bytes = config.hidden_size * itemsize(fmt.param_dtype)
     tile_rows, apart = divmod(tiles[head_weight_name(config)], config.hidden_size)
@@ -163,7 +192,8 @@ def plan_layout(
         head_rows=head_rows,
         n_head_tiles=n_head_tiles,
         stage_parts=dict(_stage_parts(config, tensors, head_rows, n_head_tiles)),
-        update_groups=tuple(_update_groups(tensors, tiles, fmt, target_tile_elements)),
+        update_groups=tuple(_update_groups(trained, tiles, fmt, target_tile_elements)),
+        frozen=frozen,
     )
 
 

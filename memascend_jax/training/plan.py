@@ -6,7 +6,6 @@ The same arithmetic chooses slot counts and tile sizes, prints the plan, and is 
 
 from __future__ import annotations
 
-import math
 import mmap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -14,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from memascend_jax.errors import BudgetError
-from memascend_jax.memory.budget import MemoryPlan, choose_plan
+from memascend_jax.memory.budget import Consumer, MemoryPlan, choose_plan
 from memascend_jax.memory.pool import SizeClass
 from memascend_jax.models.shapes import EMBED_NAME, LlamaConfig, parameter_count
 from memascend_jax.optim.state_format import BLOCK_BYTES, StateFormat, itemsize
@@ -95,7 +94,9 @@ class RunPlan:
         ]
         state = self.layout.format
         names = ", ".join(leaf.suffix.removeprefix("#") for leaf in state.leaves)
-        stored = round(self.layout.n_parameters * state.stored_bytes)
+        trained, size = self.layout.n_trained, itemsize(state.param_dtype)
+        frozen = self.layout.n_parameters - trained
+        stored = round(trained * state.stored_bytes)
         where = "SSD" if self.placement == "ssd" else "host"
         disk = [
             (
@@ -104,6 +105,9 @@ class RunPlan:
                 f"{format_bytes(stored)}  {state.stored_bytes:.4g} bytes each",
             )
         ]
+        if frozen:
+            how = f"{size} bytes each, {frozen / self.layout.n_parameters:.3g} of all"
+            disk.append(("frozen parameters", where, f"{format_bytes(frozen * size)}  {how}"))
         if self.placement != "ssd":
             disk.append(("on disk before the export", "SSD", "nothing: a stop or a crash loses the training"))
         if self.placement == "ssd":
@@ -131,6 +135,7 @@ class RunPlan:
             "placement": self.placement,
             "durability": self.durability if self.placement == "ssd" else None,
             "parameters": self.layout.n_parameters,
+            "trained_parameters": self.layout.n_trained,
             "state_format": self.layout.format.name,
             "depths": asdict(self.depths),
             "planned_host_bytes": self.memory.total_bytes,
@@ -159,6 +164,9 @@ def plan_run(
     disk_free_bytes: int | None = None,
     choices: Sequence[Depths] = CHOICES,
     page_bytes: int = mmap.PAGESIZE,
+    frozen: frozenset[str] = frozenset(),
+    more: Sequence[Consumer] = (),
+    reserved_bytes: int = 0,
 ) -> RunPlan:
     """Returns the fastest plan that keeps the budget.
 
@@ -172,6 +180,9 @@ def plan_run(
         device_is_host: what the device holds is host memory, as on a CPU; else it has memory of its own, unbounded.
         disk_free_bytes: free space where the store goes; None: unknown, not checked here.
         page_bytes: what every slot is rounded up to in memory; the disk counts in blocks.
+        frozen: tensors that are not trained; not all of them.
+        more: what the run takes of host memory besides a step.
+        reserved_bytes: of ``disk_free_bytes``, what is for other things than the store.
 
     Raises:
         BudgetError: not even the smallest choice fits, with the numbers and what would help.
@@ -181,7 +192,7 @@ def plan_run(
     candidates: list[tuple[ModelLayout, Depths]] = []
 
     def memory_of(candidate: tuple[ModelLayout, Depths], workload: Workload) -> MemoryPlan:
-        consumers = tuple(memory_consumers(*candidate, workload, placement, page_bytes))
+        consumers = (*memory_consumers(*candidate, workload, placement, page_bytes), *more)
         if device_is_host:
             return MemoryPlan(consumers, budget_bytes)
         host = tuple(consumer for consumer in consumers if consumer.category != "device")
@@ -192,7 +203,7 @@ def plan_run(
         least = least_tile_elements(parameter_count(config))
         for depths in with_spill(choices) if on_ssd else choices:
             depths = replace(depths, tile_elements=max(depths.tile_elements, least), early_update=in_backward)
-            candidates.append((_layout(config, fmt, depths), depths))
+            candidates.append((_layout(config, fmt, depths, frozen), depths))
             yield memory_of(candidates[-1], workload)
 
     choose_plan(memory_plans(), lambda: _options(partial(memory_of, candidates[-1]), workload, placement))
@@ -207,14 +218,16 @@ def plan_run(
         placement,
         durability,
         memory_of((layout, depths), workload),
-        disk_free_bytes,
+        None if disk_free_bytes is None else max(disk_free_bytes - reserved_bytes, 0),
         page_bytes,
     )
-    if disk_free_bytes is not None and plan.disk_bytes > disk_free_bytes:
+    if disk_free_bytes is not None and plan.disk_bytes + reserved_bytes > disk_free_bytes:
+        also = f" and {format_bytes(reserved_bytes)} for its checkpoints" if reserved_bytes else ""
         raise BudgetError(
             f"the run needs {format_bytes(plan.disk_bytes)} of disk space for its store with durability "
-            f"{plan.durability}, but only {format_bytes(disk_free_bytes)} are free there. What would help: another disk"
-            " (offload.store), several (offload.store=[/mnt/a,/mnt/b])"
+            f"{plan.durability}{also}, but only {format_bytes(disk_free_bytes)} are free there. What would help: "
+            "another disk (offload.store), several (offload.store=[/mnt/a,/mnt/b])"
+            + (", a smaller checkpoint.keep, another checkpoint.dir" if reserved_bytes else "")
             + (
                 ""
                 if plan.durability == "checkpoint"
@@ -225,13 +238,23 @@ def plan_run(
 
 
 def store_specs(layout: ModelLayout) -> tuple[TensorSpec, ...]:
-    """Returns the store's tensors: each parameter and its state leaves, in forward order."""
+    """Returns the store's tensors: each parameter and its state leaves, in forward order.
+
+    Frozen ones are written once: read-only, in one place in every durability.
+    """
     specs = []
     for tensor in layout.tensors:
         tile = layout.tile_elements[tensor.name]
         by_row = tensor.name == EMBED_NAME
         specs.append(
-            TensorSpec(tensor.name, layout.format.param_dtype, tensor.shape, tile, row_access=by_row)
+            TensorSpec(
+                tensor.name,
+                layout.format.param_dtype,
+                tensor.shape,
+                tile,
+                row_access=by_row,
+                mutable=layout.is_trained(tensor.name),
+            )
         )
         specs += [
             TensorSpec(
@@ -240,14 +263,18 @@ def store_specs(layout: ModelLayout) -> tuple[TensorSpec, ...]:
                 layout.leaf_shape(tensor.name, leaf.suffix),
                 leaf.stride(tile),
             )
-            for leaf in layout.format.leaves
+            for leaf in layout.leaves_of(tensor.name)
         ]
     return tuple(specs)
 
 
-def _layout(config: LlamaConfig, fmt: StateFormat, depths: Depths) -> ModelLayout:
+def _layout(config: LlamaConfig, fmt: StateFormat, depths: Depths, frozen: frozenset[str]) -> ModelLayout:
     return plan_layout(
-        config, fmt, target_tile_elements=depths.tile_elements, target_head_bytes=depths.head_tile_bytes
+        config,
+        fmt,
+        target_tile_elements=depths.tile_elements,
+        target_head_bytes=depths.head_tile_bytes,
+        frozen=frozen,
     )
 
 
@@ -263,8 +290,8 @@ def _plan(
 ) -> RunPlan:
     on_ssd, specs = placement == "ssd", store_specs(layout)
     scratch = sum(
-        round_up(math.prod(tensor.shape) * itemsize(layout.format.grad_dtype), BLOCK_BYTES)
-        for tensor in layout.tensors
+        round_up(tensor.elements * itemsize(layout.format.grad_dtype), BLOCK_BYTES)
+        for tensor in layout.trained
     ) + spilled_bytes(layout, depths, workload)
     kept = _durability(durability, bytes_needed(specs, scratch, "step"), disk_free_bytes)
     return RunPlan(

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from memascend_jax.memory.budget import Consumer
 from memascend_jax.memory.pool import SizeClass
 from memascend_jax.optim.state_format import itemsize
+from memascend_jax.training.backward_reach import backward_reach
 from memascend_jax.training.depths import TIGHT_HEAP_BYTES, Depths
 from memascend_jax.training.model_layout import ModelLayout
 from memascend_jax.training.slot_classes import GRADIENTS, INPUTS, SPOOL, UPDATE, host_classes, memory_classes
@@ -88,6 +89,12 @@ def compiles_apart(layout: ModelLayout) -> bool:
     return layout.n_parameters >= APART_PARAMETERS
 
 
+def _most_trained(layout: ModelLayout) -> int:
+    """Returns the elements of the layer of which most is trained."""
+    keys = (StageKey(LAYER, index) for index in range(layout.n_layers))
+    return max(sum(part.n_elements for part in layout.trained_parts(key)) for key in keys)
+
+
 def stage_parameters(layout: ModelLayout, depths: Depths) -> Consumer:
     """The parameters that a device with memory of its own holds: those of the stages being computed and copied."""
     stages = min(depths.prefetch_depth + 1, layout.n_layers)
@@ -101,18 +108,22 @@ def _device_consumers(layout: ModelLayout, depths: Depths, workload: Workload) -
     config, compute = layout.config, itemsize(layout.format.param_dtype)
     grad = itemsize(layout.format.grad_dtype)
     hidden, inner, tokens = config.hidden_size, config.intermediate_size, workload.micro_batch_tokens
-    held = 0 if depths.spill_inputs else layout.n_layers
+    reach = backward_reach(layout)
+    held = 0 if depths.spill_inputs else reach.layers
     inputs = (held + 2) * workload.step_tokens * hidden * compute
-    how = counted(held, "layer", "layers") if held else "the others on SSD"
+    how = "the others on SSD" if depths.spill_inputs else counted(held, "layer", "layers")
     yield Consumer("device", "stage inputs", inputs, how)
     parts = [part.n_elements for part in layout.stage_parts[StageKey(LAYER, 0)]]
     # Two layers' rounded gradients exist at once: one leaves while the next is computed. Sums over micro-batches are
     # in fp32; of the operands of products the largest exist widened.
     summed = 4 if workload.gradient_accumulation_steps > 1 else 0
-    gradients = sum(parts) * (2 * grad + summed)
+    gradients = _most_trained(layout) * (2 * grad + summed)
     layer = gradients + 4 * (tokens * (10 * hidden + 5 * inner) + 3 * max(parts))
     rows = min(2 * workload.step_tokens, config.vocab_size) * hidden
     tile = layout.head_rows * hidden
-    head = tile * (3 * 4 + grad) + 3 * 8 * MIB + workload.step_tokens * hidden * 8 + rows * 12
+    # Of a table the sums, those of one micro-batch and the rounded ones; of rows what the tied head has, and the sums.
+    of_tile = 3 * 4 + grad if layout.is_trained(layout.head_tensor) else 4
+    of_row = 12 if reach.embedding else 4
+    head = tile * of_tile + 3 * 8 * MIB + workload.step_tokens * hidden * 8 + rows * of_row
     what = "layer" if layer > head else "head and embedding"
     yield Consumer("device", f"workspace of the {what}", max(layer, head), "the larger of layer and head")

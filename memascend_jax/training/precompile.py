@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from memascend_jax.dtypes import to_dtype
 from memascend_jax.memory.allocator import limit_heap_growth
 from memascend_jax.models.llama import LlamaStages
+from memascend_jax.training.backward_reach import backward_reach
 from memascend_jax.training.model_layout import ModelLayout
 from memascend_jax.training.stage_functions import StageFunctions
 from memascend_jax.training.stage_schedule import HEAD, LAYER, StageKey
@@ -29,7 +30,12 @@ logger = logging.getLogger(__name__)
 
 
 def precompile_apart(
-    layout: ModelLayout, micro_batch: tuple[int, int], n_micro_batches: int, cache: Path
+    layout: ModelLayout,
+    micro_batch: tuple[int, int],
+    n_micro_batches: int,
+    cache: Path,
+    *,
+    micro_norms: bool = False,
 ) -> bool:
     """Runs ``precompile`` in a child process that fills the persistent cache in ``cache``; returns whether it did.
 
@@ -44,7 +50,7 @@ def precompile_apart(
     # In a session of its own: Ctrl-C is for the run, which waits for the child or kills it.
     child = subprocess.run(
         [sys.executable, "-P", "-m", __name__],
-        input=pickle.dumps((layout, micro_batch, n_micro_batches)),
+        input=pickle.dumps((layout, micro_batch, n_micro_batches, micro_norms)),
         env=environment,
         capture_output=True,
         start_new_session=True,
@@ -56,18 +62,28 @@ def precompile_apart(
 
 
 def precompile(
-    functions: StageFunctions, layout: ModelLayout, micro_batch: tuple[int, int], n_micro_batches: int
+    functions: StageFunctions,
+    layout: ModelLayout,
+    micro_batch: tuple[int, int],
+    n_micro_batches: int,
+    micro_norms: bool,
 ) -> None:
     """Compiles what a step of ``n_micro_batches`` of shape ``micro_batch`` (sequences, tokens) runs longest.
 
+    With ``micro_norms`` as a step does that finds out the norms of micro-batches.
+
     The small functions, such as norms and the embedding, are left to the first step.
     """
-    _compile_layer(functions, layout, micro_batch, n_micro_batches)
-    _compile_head(functions, layout, micro_batch, n_micro_batches)
+    _compile_layer(functions, layout, micro_batch, n_micro_batches, micro_norms)
+    _compile_head(functions, layout, micro_batch, n_micro_batches, micro_norms)
 
 
 def _compile_layer(
-    functions: StageFunctions, layout: ModelLayout, micro_batch: tuple[int, int], n_micro_batches: int
+    functions: StageFunctions,
+    layout: ModelLayout,
+    micro_batch: tuple[int, int],
+    n_micro_batches: int,
+    micro_norms: bool,
 ) -> None:
     dtype = to_dtype(layout.format.param_dtype)
     parts = layout.stage_parts[StageKey(LAYER, 0)]
@@ -77,15 +93,32 @@ def _compile_layer(
     _compile(functions.layer, params, x, index, index)
     sums = {name: functions.shape(value.shape, jnp.float32) for name, value in params.items()}
     # What is summed so far: none before the first micro-batch; the last one rounds.
-    calls: list[tuple[Any, bool]] = [(None, True)] if n_micro_batches == 1 else [(None, False), (sums, True)]
+    calls: list[tuple[bool, bool]] = (
+        [(False, True)] if n_micro_batches == 1 else [(False, False), (True, True)]
+    )
     if n_micro_batches > 2:
-        calls.append((sums, False))
-    for accumulated, last in calls:
-        _compile(functions.layer_backward, params, x, x, index, index, accumulated, last=last)
+        calls.append((True, False))
+    square = functions.shape((), jnp.float32) if micro_norms else None
+    for trained, passes in _kinds_of_layers(layout):
+        function = functions.layer_backward if passes else functions.lowest_layer_backward
+        for has_sums, last in calls if trained else [(False, last) for last in {last for _, last in calls}]:
+            accumulated = {name: sums[name] for name in trained} if has_sums else None
+            _compile(function, params, x, x, index, index, accumulated, square, trained=trained, last=last)
+
+
+def _kinds_of_layers(layout: ModelLayout) -> set[tuple[tuple[str, ...], bool]]:
+    """Returns which sets of tensors are trained in layers that are run backward, and whether something below is."""
+    reach = backward_reach(layout)
+    keys = [StageKey(LAYER, index) for index in range(reach.first_layer, layout.n_layers)]
+    return {(tuple(part.local_name for part in layout.trained_parts(key)), reach.passes(key)) for key in keys}
 
 
 def _compile_head(
-    functions: StageFunctions, layout: ModelLayout, micro_batch: tuple[int, int], n_micro_batches: int
+    functions: StageFunctions,
+    layout: ModelLayout,
+    micro_batch: tuple[int, int],
+    n_micro_batches: int,
+    micro_norms: bool,
 ) -> None:
     (part,) = layout.stage_parts[StageKey(HEAD, 0)]
     shape = functions.shape
@@ -97,9 +130,13 @@ def _compile_head(
     )
     start, scale = shape((), jnp.int32), shape((), jnp.float32)
     _compile(functions.head_logsumexp, carry, weight, xn, labels, start)
-    dxn, dw = shape(xn.shape, jnp.float32), shape(weight.shape, jnp.float32)
-    for accumulated in (None,) if n_micro_batches == 1 else (None, dw):
-        _compile(functions.head_backward, weight, xn, labels, weights, carry, scale, start, dxn, accumulated)
+    trained = layout.is_trained(layout.head_tensor)
+    passes = backward_reach(layout).passes(StageKey(HEAD, 0))
+    dxn, dw = shape(xn.shape, jnp.float32) if passes else None, shape(weight.shape, jnp.float32)
+    square = shape((), jnp.float32) if micro_norms and not layout.tied else None
+    arguments = (weight, xn, labels, weights, carry, scale, start, dxn)
+    for accumulated in (None,) if n_micro_batches == 1 or not trained else (None, dw):
+        _compile(functions.head_backward, *arguments, accumulated, square, trained=trained)
 
 
 def _compile(function: Any, *args: Any, **static: Any) -> None:
@@ -109,10 +146,10 @@ def _compile(function: Any, *args: Any, **static: Any) -> None:
 
 def _main() -> None:
     limit_heap_growth()
-    layout, micro_batch, n_micro_batches = pickle.load(sys.stdin.buffer)
+    layout, micro_batch, n_micro_batches, micro_norms = pickle.load(sys.stdin.buffer)
     stages = LlamaStages(layout.config, layout.format.param_dtype)
     functions = StageFunctions(stages, layout.format.grad_dtype)
-    precompile(functions, layout, micro_batch, n_micro_batches)
+    precompile(functions, layout, micro_batch, n_micro_batches, micro_norms)
 
 
 if __name__ == "__main__":

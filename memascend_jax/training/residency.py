@@ -8,6 +8,7 @@ so that the disk is as busy in one part of the forward as in another.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -48,6 +49,7 @@ def spooled_groups(layout: ModelLayout, *, in_backward: bool = False) -> list[in
     """Returns the groups that have gradients to put away until the update.
 
     Not an untied embedding's, which are rows and stay in memory anyway, nor those that are updated in the backward.
+    Frozen tensors are in no group.
     """
     early = early_groups(layout) if in_backward else frozenset()
     return [
@@ -59,8 +61,8 @@ def spooled_groups(layout: ModelLayout, *, in_backward: bool = False) -> list[in
 
 def early_tensors(layout: ModelLayout) -> frozenset[str]:
     """Returns the tensors that may be updated in the backward: layers and final norm, whose gradients come whole."""
-    parts = (parts for key, parts in layout.stage_parts.items() if key.kind in (LAYER, NORM))
-    return frozenset(part.tensor for stage in parts for part in stage)
+    keys = (key for key in layout.stage_parts if key.kind in (LAYER, NORM))
+    return frozenset(part.tensor for key in keys for part in layout.trained_parts(key))
 
 
 def early_groups(layout: ModelLayout) -> frozenset[int]:
@@ -69,6 +71,14 @@ def early_groups(layout: ModelLayout) -> frozenset[int]:
     return frozenset(
         index for index, group in enumerate(layout.update_groups) if group.pieces[0].tensor in tensors
     )
+
+
+def most_early_groups(layout: ModelLayout) -> int:
+    """Returns the groups of the layer that has most of them: their gradients are in memory together."""
+    stages = {tensor.name: tensor.stage for tensor in layout.tensors}
+    early = (layout.update_groups[index] for index in early_groups(layout))
+    counts = Counter(stages[group.pieces[0].tensor] for group in early)
+    return max(counts.values(), default=0)
 
 
 def gradient_offsets(layout: ModelLayout, group: UpdateGroup) -> tuple[dict[PieceKey, int], int]:

@@ -12,6 +12,7 @@ from memascend_jax.models.shapes import EMBED_NAME
 from memascend_jax.optim.state_format import BLOCK_BYTES, itemsize
 from memascend_jax.training.model_layout import ModelLayout
 from memascend_jax.training.residency import early_tensors, gradient_offsets
+from memascend_jax.training.stage_schedule import LAYER, NORM
 from memascend_jax.units import round_up
 
 SPOOL = "spool"
@@ -40,7 +41,7 @@ def host_classes(layout: ModelLayout, *, early_update: bool) -> dict[str, SizeCl
     Layers' gradients, where they are updated early, need room for two layers: one is updated while the next arrives.
     """
     classes = _whole_classes(host_contents(layout, early_update=early_update))
-    if not layout.tied:
+    if has_row_gradients(layout):
         largest = max(
             gradient_offsets(layout, group)[1]
             for group in layout.update_groups
@@ -50,9 +51,23 @@ def host_classes(layout: ModelLayout, *, early_update: bool) -> dict[str, SizeCl
     if early_update:
         passing = Counter(_gradient_bytes(layout, tensor) for tensor in early_tensors(layout))
         for nbytes, tensors in passing.items():
-            moving = min(tensors, 2 * -(-tensors // layout.n_layers))
+            moving = min(tensors, 2 * _most_in_a_stage(layout, nbytes))
             classes[gradient_class(nbytes)] = SizeClass(round_up(nbytes, BLOCK_BYTES), moving)
     return classes
+
+
+def has_row_gradients(layout: ModelLayout) -> bool:
+    """Returns whether the embedding's gradient is rows alone: of an untied one that is trained."""
+    return not layout.tied and layout.is_trained(EMBED_NAME)
+
+
+def _most_in_a_stage(layout: ModelLayout, nbytes: int) -> int:
+    """Returns how many gradients of ``nbytes`` a layer, or the final norm, has at most."""
+    keys = (key for key in layout.stage_parts if key.kind in (LAYER, NORM))
+    return max(
+        sum(_gradient_bytes(layout, part.tensor) == nbytes for part in layout.trained_parts(key))
+        for key in keys
+    )
 
 
 def host_contents(layout: ModelLayout, *, early_update: bool) -> dict[str, tuple[int, str]]:
@@ -62,7 +77,7 @@ def host_contents(layout: ModelLayout, *, early_update: bool) -> dict[str, tuple
     updated early.
     """
     without = set(early_tensors(layout)) if early_update else set()
-    if not layout.tied:
+    if has_row_gradients(layout):
         without.add(EMBED_NAME)
     left_out = {gradient_name(tensor) for tensor in without}
     return {name: what for name, what in memory_contents(layout).items() if name not in left_out}
@@ -96,10 +111,11 @@ def memory_contents(layout: ModelLayout) -> dict[str, tuple[int, str]]:
             contents[tensor.name] = max(elements, padded), fmt.param_dtype
         else:
             contents[tensor.name] = elements, fmt.param_dtype
-        for leaf in fmt.leaves:
+        for leaf in layout.leaves_of(tensor.name):
             values = leaf.total(elements, layout.tile_elements[tensor.name])
             contents[tensor.name + leaf.suffix] = values, leaf.dtype
-        contents[gradient_name(tensor.name)] = elements, fmt.grad_dtype
+        if layout.is_trained(tensor.name):
+            contents[gradient_name(tensor.name)] = elements, fmt.grad_dtype
     return contents
 
 

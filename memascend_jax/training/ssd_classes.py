@@ -7,9 +7,16 @@ import math
 
 from memascend_jax.memory.pool import SizeClass
 from memascend_jax.optim.state_format import BLOCK_BYTES, itemsize
+from memascend_jax.training.backward_reach import backward_reach
 from memascend_jax.training.depths import Depths
 from memascend_jax.training.model_layout import ModelLayout
-from memascend_jax.training.residency import Residency, early_groups, gradient_offsets, plan_residency
+from memascend_jax.training.residency import (
+    Residency,
+    early_groups,
+    gradient_offsets,
+    most_early_groups,
+    plan_residency,
+)
 from memascend_jax.training.slot_classes import GRADIENTS, INPUTS, SPOOL, UPDATE, part_class
 from memascend_jax.training.stage_schedule import HEAD, LAYER, NORM, StageKey
 from memascend_jax.training.workload import Workload
@@ -39,7 +46,7 @@ def ssd_classes(layout: ModelLayout, depths: Depths, workload: Workload) -> dict
             gradient_offsets(layout, layout.update_groups[index])[1] for index in residency.gradients | early
         )
         # Two layers' gradients: one is updated while the next arrives.
-        moving = 2 * -(-len(early) // layout.n_layers)
+        moving = 2 * most_early_groups(layout) if early else 0
         counts[GRADIENTS] = SizeClass(largest, len(residency.gradients) + moving)
     counts[SPOOL] = SizeClass(spool_slot_bytes(layout, depths), SPOOL_SLOTS)
     if depths.spill_inputs:
@@ -49,7 +56,7 @@ def ssd_classes(layout: ModelLayout, depths: Depths, workload: Workload) -> dict
 
 def spool_slot_bytes(layout: ModelLayout, depths: Depths) -> int:
     """Returns the bytes of a slot that carries gradients to the spool."""
-    largest = max(math.prod(tensor.shape) for tensor in layout.tensors)
+    largest = max(tensor.elements for tensor in layout.trained)
     return round_up(min(largest, depths.tile_elements) * itemsize(layout.format.grad_dtype), BLOCK_BYTES)
 
 
@@ -60,7 +67,8 @@ def input_bytes(layout: ModelLayout, workload: Workload) -> int:
 
 
 def spilled_bytes(layout: ModelLayout, depths: Depths, workload: Workload) -> int:
-    inputs = layout.n_layers * workload.gradient_accumulation_steps * input_bytes(layout, workload)
+    layers = backward_reach(layout).layers
+    inputs = layers * workload.gradient_accumulation_steps * input_bytes(layout, workload)
     return inputs if depths.spill_inputs else 0
 
 

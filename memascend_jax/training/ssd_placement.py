@@ -68,7 +68,7 @@ class SsdPlacement:
             tensor.name: store.scratch(
                 f"gradient/{tensor.name}", math.prod(tensor.shape) * itemsize(layout.format.grad_dtype)
             )
-            for tensor in layout.tensors
+            for tensor in layout.trained
         }
         self._update_depth = update_depth
         self._host = HostState(layout, pool, residency)
@@ -96,7 +96,7 @@ class SsdPlacement:
     def read_rows(self, tensor: str, rows: NDArray[np.int64], leaf: str = PARAMETER) -> NDArray[Any]:
         columns = self._layout.leaf_shape(tensor, leaf)[1]
         out = np.empty((len(rows), columns), to_dtype(self._layout.leaf_dtype(leaf)))
-        if self._early is None:
+        if self._early is None and self._layout.is_trained(tensor):
             self.finish_update()
         with self._clock.span("ssd_read_wait"):
             self._store.read_rows(leaf_name(tensor, leaf), rows, out)

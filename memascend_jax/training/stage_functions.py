@@ -46,10 +46,24 @@ class StageFunctions:
         self.head_argmax = jax.jit(stages.head_argmax)
         self.take_position = jax.jit(_take_position)
         self.layer_backward = jax.jit(
-            self._layer_backward, static_argnames="last", donate_argnames=("dy", "accumulated")
+            self._layer_backward,
+            static_argnames=("trained", "last"),
+            donate_argnames=("dy", "accumulated", "square"),
         )
-        self.head_backward = jax.jit(self._head_backward, donate_argnames=("dxn", "accumulated"))
-        self.head_finish = jax.jit(self._head_finish, static_argnames="last", donate_argnames="accumulated")
+        # Without a dx there is nothing that could take dy's memory.
+        self.lowest_layer_backward = jax.jit(
+            self._lowest_layer_backward,
+            static_argnames=("trained", "last"),
+            donate_argnames=("accumulated", "square"),
+        )
+        self.head_backward = jax.jit(
+            self._head_backward, static_argnames="trained", donate_argnames=("dxn", "accumulated", "square")
+        )
+        self.head_finish = jax.jit(
+            self._head_finish,
+            static_argnames=("trained", "passes", "last"),
+            donate_argnames=("accumulated", "square"),
+        )
         self.finish_head_tile = jax.jit(self._finish_head_tile, donate_argnames=("dw", "table_rows"))
         self.finish_rows = jax.jit(self._finish_rows)
 
@@ -75,14 +89,34 @@ class StageFunctions:
         positions: jax.Array,
         segments: jax.Array,
         accumulated: Arrays | None,
+        square: jax.Array | None = None,
         *,
+        trained: tuple[str, ...],
         last: bool,
-    ) -> tuple[jax.Array, Any]:
-        """Returns ``dx`` and the fp32 sums so far, or for the last micro-batch the rounded gradients and norms²."""
+    ) -> tuple[jax.Array, Any, jax.Array | None]:
+        """Returns ``dx`` and the gradients of what is trained, as ``_summed`` does, and ``square``."""
         dx, grads = self._stages.layer_backward(params, x, dy, positions, segments)
+        # What is not returned is not computed: XLA drops it.
+        return dx, *self._summed({name: grads[name] for name in trained}, accumulated, square, last=last)
+
+    def _lowest_layer_backward(self, *args: Any, **static: Any) -> tuple[Any, jax.Array | None]:
+        """Returns what ``_layer_backward`` does without ``dx``, for a layer with nothing trained below it."""
+        return self._layer_backward(*args, **static)[1:]
+
+    def _summed(
+        self, grads: Arrays, accumulated: Arrays | None, square: jax.Array | None, *, last: bool
+    ) -> tuple[Any, jax.Array | None]:
+        """Returns the sums so far, or for the last micro-batch the rounded gradients and norms²; None of nothing.
+
+        ``square``, if given, comes back with norm² of this micro-batch's unrounded gradients added.
+        """
+        if not grads:
+            return None, square
+        if square is not None:
+            square = square + sum(map(_norm_squared, grads.values()))
         if accumulated is not None:
             grads = jax.tree.map(jnp.add, accumulated, grads)
-        return dx, self._rounded(grads) if last else grads
+        return self._rounded(grads) if last else grads, square
 
     def _rounded(self, grads: Arrays) -> tuple[Arrays, jax.Array]:
         rounded = {name: round_to(grad, self._grad_dtype) for name, grad in grads.items()}
@@ -97,25 +131,38 @@ class StageFunctions:
         carry: Any,
         scale: jax.Array,
         tile_start: jax.Array,
-        dxn: jax.Array,
+        dxn: jax.Array | None,
         accumulated: jax.Array | None,
-    ) -> tuple[jax.Array, jax.Array]:
-        dxn, dw = self._stages.head_backward(w_tile, xn, labels, weights, carry, scale, tile_start, dxn)
-        return dxn, dw if accumulated is None else accumulated + dw
+        square: jax.Array | None = None,
+        *,
+        trained: bool,
+    ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
+        """Returns ``dxn`` (None if it was) plus the tile's part, the sums (None if not ``trained``), and ``square``."""
+        passed = jnp.zeros(xn.shape, jnp.float32) if dxn is None else dxn
+        passed, dw = self._stages.head_backward(w_tile, xn, labels, weights, carry, scale, tile_start, passed)
+        dxn = None if dxn is None else passed
+        if not trained:
+            return dxn, None, square
+        if square is not None:
+            square = square + _norm_squared(dw)
+        return dxn, dw if accumulated is None else accumulated + dw, square
 
     def _head_finish(
         self,
         norm_weight: jax.Array,
         x: jax.Array,
         dxn: jax.Array,
-        accumulated: jax.Array | None,
+        accumulated: Arrays | None,
+        square: jax.Array | None = None,
         *,
+        trained: bool,
+        passes: bool,
         last: bool,
-    ) -> tuple[jax.Array, Any]:
+    ) -> tuple[jax.Array | None, Any, jax.Array | None]:
+        """Returns ``dx`` if it is asked for (``passes``), and the weight's gradient as ``_summed`` does."""
         dx, dnorm = self._stages.head_finish(norm_weight, x, dxn)
-        if accumulated is not None:
-            dnorm = accumulated + dnorm
-        return dx, self._rounded({"weight": dnorm}) if last else dnorm
+        grads = {"weight": dnorm} if trained else {}
+        return dx if passes else None, *self._summed(grads, accumulated, square, last=last)
 
     def _finish_head_tile(
         self, dw: jax.Array, table_rows: jax.Array | None, rows: jax.Array, tile_start: jax.Array

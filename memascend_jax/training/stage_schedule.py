@@ -34,12 +34,17 @@ class Action:
     loads: tuple[StageKey, ...]
 
 
-def training_sequence(n_layers: int, n_head_tiles: int) -> list[StageKey]:
-    """Returns the uses of one training step, the embedding's row reads apart."""
+def training_sequence(n_layers: int, n_head_tiles: int, lowest: int = -1) -> list[StageKey]:
+    """Returns the uses of one training step, the embedding's row reads apart.
+
+    Args:
+        lowest: the layer at which the backward ends, ``n_layers``: at the norm, ``n_layers + 1``: at the head.
+    """
     layers = [StageKey(LAYER, i) for i in range(n_layers)]
     tiles = [StageKey(HEAD, i) for i in range(n_head_tiles)]
     norm = StageKey(NORM, 0)
-    return [*layers, norm, *tiles, *reversed(tiles), norm, *reversed(layers)]
+    downwards = [norm, *reversed(layers[max(lowest, 0) :])] if lowest <= n_layers else []
+    return [*layers, norm, *tiles, *reversed(tiles), *downwards]
 
 
 def forward_sequence(n_layers: int, n_head_tiles: int) -> list[StageKey]:

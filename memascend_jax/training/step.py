@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from memascend_jax.data.packing import Microbatch
 from memascend_jax.errors import NonfiniteError
+from memascend_jax.models.shapes import EMBED_NAME
 from memascend_jax.observe import trace
 from memascend_jax.optim.adamw import UpdateScale
 from memascend_jax.optim.loss_scale import MOST_SKIPPED_IN_A_ROW, ScalePolicy, ScaleState, first_scale
+from memascend_jax.optim.noise_scale import NoiseEstimate, estimate_noise
 from memascend_jax.training.batch_rows import BatchRows, collect_rows
 from memascend_jax.training.forward_backward import StreamedModel
 from memascend_jax.training.gradients import StepGradients
@@ -34,6 +36,8 @@ class StepResult:
         loss_scale: factor that the loss of this step had.
         scaling: the loss scale and the counters after this step.
         skipped: why nothing was updated, or None.
+        stage_norms: of the gradient of each stage that has one, by name, if asked for; as ``grad_norm``.
+        noise: estimates for the gradient noise scale, the embedding left out, if asked for and not skipped.
     """
 
     step: int
@@ -45,6 +49,16 @@ class StepResult:
     loss_scale: float
     scaling: ScaleState
     skipped: str | None = None
+    stage_norms: Mapping[str, float] | None = None
+    noise: NoiseEstimate | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a step finds out besides: the norm of each stage's gradient, and how micro-batches scatter."""
+
+    stage_norms: bool = False
+    noise: bool = False
 
 
 class TrainStep:
@@ -55,6 +69,7 @@ class TrainStep:
         policy: what the loss is multiplied by, and whether steps that are not finite are skipped.
         scaling: the scale and counters that an earlier run left.
         in_backward: layers are updated in the backward: nothing may need the whole gradient first.
+        asked: what is found out besides.
     """
 
     def __init__(
@@ -67,7 +82,10 @@ class TrainStep:
         policy: ScalePolicy,
         scaling: ScaleState | None = None,
         in_backward: bool = False,
+        asked: Asked = Asked(),
     ) -> None:
+        self._asked = asked
+        self._stages = {tensor.name: tensor.stage for tensor in model.layout.tensors}
         self._in_backward = in_backward
         self._model = model
         self._updater = updater
@@ -92,7 +110,9 @@ class TrainStep:
                 were; nothing was updated.
         """
         trace.phase("forward")
-        rows = collect_rows(micro_batches, self._model.layout.config.vocab_size, following)
+        # Rows of a frozen embedding are never updated ahead.
+        ahead = following if self._model.reach.embedding else ()
+        rows = collect_rows(micro_batches, self._model.layout.config.vocab_size, ahead)
         learning_rate = self._schedule(step - 1)
         loss_scale = self.scaling.value
 
@@ -101,7 +121,7 @@ class TrainStep:
                 self._updater.begin_early(self._update_scale(step, learning_rate, 1.0))
 
         loss, gradients = self._model.loss_and_gradients(
-            micro_batches, rows, before_backward, loss_scale=loss_scale
+            micro_batches, rows, before_backward, loss_scale=loss_scale, micro_norms=self._asked.noise
         )
         why = _why_nonfinite(loss, gradients) if self._policy.skips else None
         if why is None:
@@ -110,10 +130,23 @@ class TrainStep:
         else:
             norm, moved = math.inf, self._updater.io_bytes()
             why = self._skip(step, why)
-        tokens = sum(int(micro_batch.weights.sum()) for micro_batch in micro_batches)
+        tokens = [float(micro_batch.weights.sum()) for micro_batch in micro_batches]
         return StepResult(
-            step, loss, learning_rate, norm, tokens, moved, loss_scale, self.scaling, skipped=why
+            step,
+            loss,
+            learning_rate,
+            norm,
+            sum(map(int, tokens)),
+            moved,
+            loss_scale,
+            self.scaling,
+            skipped=why,
+            stage_norms=self._stage_norms(gradients, loss_scale) if self._asked.stage_norms else None,
+            noise=_noise(gradients, tokens, loss_scale) if self._asked.noise and why is None else None,
         )
+
+    def _stage_norms(self, gradients: StepGradients, loss_scale: float) -> dict[str, float]:
+        return {stage: norm / loss_scale for stage, norm in gradients.stage_norms(self._stages).items()}
 
     def _update_scale(self, step: int, learning_rate: float, grad_scale: float) -> UpdateScale:
         return UpdateScale(step - self.scaling.skipped_steps, learning_rate, grad_scale)
@@ -148,6 +181,12 @@ class TrainStep:
             if self.scaling.value != before.value:
                 scale += f", which is {self.scaling.value:,g} from now on"
         return f"step {step} is skipped: {why}{scale} (skipped so far: {self.scaling.skipped_steps:,})"
+
+
+def _noise(gradients: StepGradients, tokens: Sequence[float], loss_scale: float) -> NoiseEstimate | None:
+    """Returns the estimates without the embedding, whose gradient is summed over micro-batches row by row."""
+    squares = [square / loss_scale**2 for square in gradients.micro_squares]
+    return estimate_noise(gradients.square_without(EMBED_NAME) / loss_scale**2, squares, tokens)
 
 
 def _why_nonfinite(loss: float, gradients: StepGradients) -> str | None:

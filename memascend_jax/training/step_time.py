@@ -15,15 +15,16 @@ from dataclasses import dataclass
 from math import prod
 
 from memascend_jax.models.shapes import layer_shapes
+from memascend_jax.training.backward_reach import backward_reach
+from memascend_jax.training.model_layout import ModelLayout
 from memascend_jax.training.plan import RunPlan
+from memascend_jax.training.stage_schedule import HEAD, LAYER, StageKey
 from memascend_jax.training.step_traffic import BACKWARD, FORWARD
 from memascend_jax.training.workload import Workload
 
 #: Parameters per second of the fused AdamW on two busy cores of an EPYC without AVX-512, measured: see "What watching
 #: costs" in docs/experiment_log.md. ``memascend plan --measure`` finds this machine's.
 UPDATE_RATE = 0.5e9
-#: A backward recomputes the forward and multiplies twice as much itself.
-_BACKWARD_FACTOR = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ def predict_step(
         idle_elements: parameters of the layers that a token does not touch (experts it is not sent to).
     """
     flops = step_flops(plan, workload, idle_elements=idle_elements)
-    update_s = plan.layout.n_parameters / speeds.update_rate
+    update_s = plan.layout.n_trained / speeds.update_rate
     return [
         PhaseTime(
             phase,
@@ -96,19 +97,36 @@ def _phases(plan: RunPlan) -> Iterator[tuple[str, int, int]]:
 def step_flops(plan: RunPlan, workload: Workload, *, idle_elements: int = 0) -> dict[str, float]:
     """Returns the floating-point operations of each phase: two for each weight and token, and the attention's.
 
-    A token attends to half of its sequence on average. The head's logits are computed in the forward, and again in
-    the backward for their gradients.
+    A token attends to half of its sequence on average. The backward computes its stages again, then multiplies as much
+    for the gradients of their inputs, and as much again for those of what is trained; it ends at the lowest stage of
+    which something is trained. The head's logits are computed in the forward, and again in the backward.
     """
-    config, tokens = plan.layout.config, workload.step_tokens
+    layout, tokens = plan.layout, workload.step_tokens
+    config, reach = layout.config, backward_reach(layout)
+    n_layers = config.num_hidden_layers
     weights = sum(prod(shape) for shape in layer_shapes(config).values() if len(shape) > 1)
-    layers = 2.0 * (weights * config.num_hidden_layers - idle_elements)
+    # What no token touches is spread over the layers evenly.
+    used = 1 - idle_elements / (weights * n_layers)
+    layers = 2.0 * used * weights * n_layers
     width = config.num_attention_heads * config.head_dim
-    attention = 2.0 * workload.seq_len * width * config.num_hidden_layers
+    attention = 2.0 * workload.seq_len * width
     head = 2.0 * config.vocab_size * config.hidden_size
+    trained = 2.0 * used * sum(_trained_weights(layout, index) for index in range(n_layers))
+    trained += head * layout.is_trained(layout.head_tensor)
+    # Once for what is computed again, once for the gradients of inputs, where something below needs them.
+    passed = n_layers - min(max(reach.lowest + 1, 0), n_layers)
+    times = reach.layers + passed
+    inputs = times * 2.0 * used * weights + 3 * reach.layers * attention
+    inputs += head * (1 + reach.passes(StageKey(HEAD, 0)))
     return {
-        FORWARD: tokens * (layers + attention + head),
-        BACKWARD: tokens * _BACKWARD_FACTOR * (layers + attention + head),
+        FORWARD: tokens * (layers + attention * n_layers + head),
+        BACKWARD: tokens * (inputs + trained),
     }
+
+
+def _trained_weights(layout: ModelLayout, index: int) -> int:
+    parts = layout.trained_parts(StageKey(LAYER, index))
+    return sum(part.n_elements for part in parts if len(part.shape) > 1)
 
 
 def bottleneck(phases: Sequence[PhaseTime]) -> str:

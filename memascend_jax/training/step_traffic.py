@@ -2,7 +2,8 @@
 """The SSD bytes that a step moves, phase by phase, whole blocks counted. Pure.
 
 The update of the step before runs beside the forward, which receives each stage's parameters from memory: the first
-use of a stage reads nothing. The first step of a run has no update, and what follows the last one has nothing else.
+use of a stage reads nothing but what is frozen. The first step of a run has no update, and what follows the last one
+has nothing else.
 
 The run's counters are held to the sum; ``training.step_time`` makes seconds of the phases.
 """
@@ -13,7 +14,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from memascend_jax.models.shapes import EMBED_NAME
 from memascend_jax.optim.state_format import BLOCK_BYTES, Leaf, itemsize
+from memascend_jax.training.backward_reach import backward_reach
 from memascend_jax.training.model_layout import PARAMETER, ModelLayout
 from memascend_jax.training.residency import Residency, spooled_groups
 from memascend_jax.training.stage_schedule import (
@@ -55,7 +58,8 @@ def step_traffic(
         step_tokens: tokens of all micro-batches: the embedding is read by their rows.
         spilled_bytes: inputs of the layers that wait for the backward on SSD.
     """
-    actions = plan_actions(training_sequence(layout.n_layers, layout.n_head_tiles), capacity, prefetch_depth)
+    sequence = training_sequence(layout.n_layers, layout.n_head_tiles, backward_reach(layout).lowest)
+    actions = plan_actions(sequence, capacity, prefetch_depth)
     rest = frozenset(range(len(layout.update_groups))) - early
     early_read, early_write = _update_bytes(layout, residency, early)
     update_read, update_write = _update_bytes(layout, residency, rest)
@@ -68,7 +72,7 @@ def step_traffic(
     return (
         PhaseTraffic(
             FORWARD,
-            _row_bytes(layout, step_tokens) + gradients + update_read + parameters,
+            _row_bytes(layout, step_tokens) + gradients + update_read + parameters + _frozen_bytes(layout),
             update_write + spilled_bytes,
         ),
         PhaseTraffic(
@@ -88,12 +92,26 @@ def _reload_bytes(layout: ModelLayout, actions: Sequence[Action]) -> int:
     )
 
 
+def _frozen_bytes(layout: ModelLayout) -> int:
+    """Bytes of what no update hands over: frozen parts of stages, each read once in the forward."""
+    return sum(
+        _blocks(part.n_elements, layout.format.param_dtype)
+        for parts in layout.stage_parts.values()
+        for part in parts
+        if not layout.is_trained(part.tensor)
+    )
+
+
 def _row_bytes(layout: ModelLayout, step_tokens: int) -> int:
-    """Bytes of the state of the embedding rows that a step uses, all different ones: they are updated first."""
+    """Bytes of the embedding rows that a step uses, all different ones.
+
+    They are updated first, from their state; those of a frozen embedding are only read.
+    """
     fmt = layout.format
     total = 0
-    parameter = [] if fmt.has_master else [Leaf(PARAMETER, fmt.param_dtype)]
-    for leaf in (*fmt.leaves, *parameter):
+    leaves = layout.leaves_of(EMBED_NAME)
+    parameter = [] if leaves and fmt.has_master else [Leaf(PARAMETER, fmt.param_dtype)]
+    for leaf in (*leaves, *parameter):
         row = leaf.values(layout.config.hidden_size) * itemsize(leaf.dtype)
         # Rows of one block are read once: never more than the table.
         table = round_up(layout.config.vocab_size * row, BLOCK_BYTES)

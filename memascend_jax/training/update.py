@@ -47,10 +47,10 @@ class TensorSettings:
 
 
 class Updater:
-    """Applies AdamW to every parameter from the gradients of a step.
+    """Applies AdamW to every trained parameter from the gradients of a step.
 
     Args:
-        settings: of each parameter.
+        settings: of each parameter that is trained.
         rows: takes the embedding rows that are updated ahead.
         seed: of what stochastic rounding draws.
     """
@@ -96,7 +96,7 @@ class Updater:
         self.rows.forget()
         if self._placement.overlaps_update and gradients.table_gradient is not None:
             self.rows.keep(rows_ahead, self._updated_rows(gradients.table_gradient, scale, rows_ahead))
-        without = frozenset(tensor.name for tensor in self._layout.tensors) - gradients.spooled
+        without = frozenset(tensor.name for tensor in self._layout.trained) - gradients.spooled
         self._placement.begin_update(without, self._tile_update(gradients.table_gradient, scale))
 
     def _updated_rows(

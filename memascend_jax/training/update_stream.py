@@ -9,7 +9,6 @@ the backward to the next forward because a clip needs the norm of all gradients 
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -96,7 +95,7 @@ class UpdateStream:
         self._host = host
         self._executor = executor
         self._depth = depth
-        self._sizes = {tensor.name: math.prod(tensor.shape) for tensor in layout.tensors}
+        self._sizes = {tensor.name: tensor.elements for tensor in layout.trained}
         self._streamed = {part.tensor for parts in layout.stage_parts.values() for part in parts}
         self._changed = threading.Condition()
         # Guarded by _changed:
@@ -140,7 +139,7 @@ class UpdateStream:
 
         Returns:
             For each part how many elements, from its start, are to be read from the store because the running update
-            is through with them, and the receptions of the others: ``wait`` for them.
+            is through with them or does not touch them, and the receptions of the others: ``wait`` for them.
         """
         with self._changed:
             if self._running is None or not self._handing_over:
@@ -148,7 +147,7 @@ class UpdateStream:
             readable, receptions = [], []
             for part, address in zip(parts, addresses, strict=True):
                 end = part.start + part.n_elements
-                start = min(max(part.start, self._updated[part.tensor]), end)
+                start = min(max(part.start, self._updated.get(part.tensor, end)), end)
                 readable.append(start - part.start)
                 if start < end:
                     begin = address + (start - part.start) * itemsize(self._layout.format.param_dtype)

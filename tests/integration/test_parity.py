@@ -3,16 +3,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
-import jax.numpy as jnp
 import numpy as np
-import plain_llama
 import pytest
+from reference_run import reference
 from streamed_run import streamed_run
 
-from memascend_jax.optim.schedules import build_schedule
 from memascend_jax.recipes import planning
 from memascend_jax.training.depths import Depths
 
@@ -21,29 +18,6 @@ pytestmark = pytest.mark.integration
 STEPS = 20
 #: Uneven vocabulary, rows that are no whole blocks.
 SHAPE = ["model.config.vocab_size=500", "model.config.hidden_size=96", "model.config.num_hidden_layers=4"]
-
-
-def reference(run, masters, dtype):
-    config = run.config
-    schedule_of = build_schedule(
-        config.optimizer.schedule,
-        config.optimizer.learning_rate,
-        warmup_steps=config.optimizer.warmup_steps,
-        total_steps=STEPS,
-    )
-    values = jnp.array([schedule_of(step) for step in range(STEPS + 1)], jnp.float32)
-    batches = [
-        [dataclasses.asdict(batch) for batch in run.data.of_step(step)] for step in range(1, STEPS + 1)
-    ]
-    return plain_llama.train(
-        masters,
-        run.plan.layout.config,
-        batches,
-        lambda count: values[count],
-        dtype=dtype,
-        clip_norm=config.optimizer.clip_norm,
-        weight_decay=config.optimizer.weight_decay,
-    )
 
 
 @pytest.mark.parametrize("tied", ["true", "false"])
@@ -59,7 +33,7 @@ def test_float32_training_equals_an_in_memory_optax_loop(tmp_path, tied):
     ) as run:
         masters = {name: run.tensor(name) for name in run.names()}
         losses = run.train(STEPS)
-        expected_losses, expected = reference(run, masters, "float32")
+        expected_losses, expected = reference(run, masters, "float32", STEPS)
         np.testing.assert_allclose(losses, expected_losses, rtol=1e-6)
         for name in run.names():
             np.testing.assert_allclose(run.tensor(name), expected[name], rtol=0, atol=1e-6, err_msg=name)
@@ -76,7 +50,7 @@ def test_bfloat16_training_follows_an_in_memory_loop_with_our_rounding(tmp_path,
     ) as run:
         masters = {name: run.tensor(name + "#master") for name in run.names()}
         losses = run.train(STEPS)
-        expected_losses, _ = reference(run, masters, "bfloat16")
+        expected_losses, _ = reference(run, masters, "bfloat16", STEPS)
         np.testing.assert_allclose(losses, expected_losses, rtol=1e-4)
 
 

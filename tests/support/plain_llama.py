@@ -85,17 +85,8 @@ def ties_away(master):
     return ((bits + np.uint32(0x8000)) >> np.uint32(16)).astype(np.uint16).view(ml_dtypes.bfloat16)
 
 
-def train(masters, cfg, steps_of_micro_batches, schedule, *, dtype, clip_norm, weight_decay):
-    """Trains in memory with optax; returns the losses and the final parameters as float32 numpy.
-
-    Gradients of all micro-batches are summed in float32 and rounded once to ``dtype``; masters and moments are
-    float32; parameters are their masters, rounded to ``dtype``.
-    """
-    dtype = jnp.dtype(dtype)
-    decayed = {name: value.ndim > 1 for name, value in masters.items()}
-    tx = optax.chain(
-        optax.clip_by_global_norm(clip_norm), optax.adamw(schedule, weight_decay=weight_decay, mask=decayed)
-    )
+def gradient_function(cfg, dtype):
+    """Returns ``(params, batch, n_trained) -> (loss, gradients)`` of one micro-batch, divided by ``n_trained``."""
 
     @jax.jit
     def gradients(params, batch, n_trained):
@@ -107,6 +98,44 @@ def train(masters, cfg, steps_of_micro_batches, schedule, *, dtype, clip_norm, w
         wide = {name: value.astype(jnp.float32) for name, value in params.items()}
         return jax.value_and_grad(loss_of)(wide)
 
+    return gradients
+
+
+def train(
+    masters, cfg, steps_of_micro_batches, schedule, *, dtype, clip_norm, weight_decay, rate_factors=None
+):
+    """Trains in memory with optax; returns the losses and the final parameters as float32 numpy.
+
+    With ``rate_factors`` only what it names is trained, each with its factor on the learning rate; the norm that is
+    clipped is that of what is trained.
+
+    Gradients of all micro-batches are summed in float32 and rounded once to ``dtype``; masters and moments are
+    float32; parameters are their masters, rounded to ``dtype``.
+    """
+    dtype = jnp.dtype(dtype)
+    decayed = {name: value.ndim > 1 for name, value in masters.items()}
+    factors = dict.fromkeys(masters, 1.0) if rate_factors is None else rate_factors
+    labels = {name: str(factors.get(name, "frozen")) for name in masters}
+
+    def adamw(factor):
+        return optax.adamw(
+            lambda count: schedule(count) * factor,
+            weight_decay=weight_decay,
+            mask=lambda params: {name: decayed[name] for name in params},
+        )
+
+    tx = optax.chain(
+        optax.masked(optax.clip_by_global_norm(clip_norm), {name: name in factors for name in masters}),
+        optax.multi_transform(
+            {
+                "frozen": optax.set_to_zero(),
+                **{str(factor): adamw(factor) for factor in set(factors.values())},
+            },
+            labels,
+        ),
+    )
+
+    gradients = gradient_function(cfg, dtype)
     update = jax.jit(tx.update)
     opt_state = tx.init(masters)
     losses = []
