@@ -100,12 +100,6 @@ def _length(config: Config) -> Iterator[Finding]:
 
 def _optimizer(config: Config) -> Iterator[Finding]:
     optimizer, compute = config.optimizer, config.model.compute_dtype
-    if optimizer.loss_scale is not None and compute != "float16":
-        yield (
-            ("optimizer.loss_scale", "model.compute_dtype"),
-            f"optimizer.loss_scale is for model.compute_dtype=float16, which is {compute}",
-        )
-    if compute in ("float16", "float32") and optimizer.state_format != "fp32":
     for index, group in enumerate(optimizer.groups):
         for key in ("learning_rate", "weight_decay"):
             if group.frozen and getattr(group, key) is not None:
@@ -120,6 +114,12 @@ def _optimizer(config: Config) -> Iterator[Finding]:
             "optimizer.log_noise_scale compares the gradients of micro-batches with their sum, and needs"
             " train.gradient_accumulation_steps of 2 or more, not 1",
         )
+    if optimizer.loss_scale is not None and compute != "float16":
+        yield (
+            ("optimizer.loss_scale", "model.compute_dtype"),
+            f"optimizer.loss_scale is for model.compute_dtype=float16, which is {compute}",
+        )
+    if compute in ("float16", "float32") and optimizer.state_format != "fp32":
         yield (
             ("optimizer.state_format", "model.compute_dtype"),
             f"model.compute_dtype={compute} needs optimizer.state_format=fp32, not {optimizer.state_format},"

@@ -130,6 +130,10 @@ class ParameterGroup(Section):
         default=None, description="Peak learning rate; null: the run's."
     )
     weight_decay: NotNegative | None = Field(default=None, description="Weight decay; null: the run's.")
+    frozen: bool = Field(
+        default=False,
+        description="Not trained at all: read-only on SSD, without state, gradient or a write.",
+    )
 
 
 class OptimizerSection(Section):
@@ -142,13 +146,14 @@ class OptimizerSection(Section):
         " the first whose match (a regular expression) is found in the name wins.",
     )
     learning_rate: Positive = Field(default=1.5e-4, description="Peak learning rate, per step.")
+    layer_decay: Annotated[Number, Field(gt=0, le=1)] | None = Field(
+        default=None,
+        description="Layer-wise decay d of the learning rate: of L layers, layer i (from 0) learns with d^(L-i) times"
+        " its rate, the embedding with d^(L+1), tied or not, final norm and head with 1; null: none.",
+    )
     schedule: Literal["cosine", "linear", "constant"] = Field(
         default="cosine",
         description="Course of the learning rate after the warm-up; cosine and linear end at 0.",
-    frozen: bool = Field(
-        default=False,
-        description="Not trained at all: read-only on SSD, without state, gradient or a write.",
-    )
     )
     warmup_steps: Count = Field(
         default=2,
@@ -160,14 +165,18 @@ class OptimizerSection(Section):
     weight_decay: NotNegative = Field(
         default=0.0, description="Decoupled weight decay, multiplied by the learning rate, per step."
     )
-    layer_decay: Annotated[Number, Field(gt=0, le=1)] | None = Field(
-        default=None,
-        description="Layer-wise decay d of the learning rate: of L layers, layer i (from 0) learns with d^(L-i) times"
-        " its rate, the embedding with d^(L+1), tied or not, final norm and head with 1; null: none.",
-    )
     clip_norm: Positive | None = Field(
         default=1.0,
         description="Largest global norm of the gradient, above which it is scaled down; null: none.",
+    )
+    log_norms: bool = Field(
+        default=False,
+        description="Write the gradient's norm of the embedding, of each layer and of the head to metrics.jsonl.",
+    )
+    log_noise_scale: bool = Field(
+        default=False,
+        description="Write the gradient noise scale to metrics.jsonl, in trained tokens; needs"
+        " train.gradient_accumulation_steps of 2 or more.",
     )
     state_format: Literal["fp32", "split", "split_bf16", "bf16", "int8"] = Field(
         default="fp32", description="Form of the parameters' masters and moments on disk."
@@ -182,15 +191,6 @@ class OptimizerSection(Section):
         description="Skip and count a step whose loss or gradient is inf or nan, instead of ending the run;"
         " with float16 always.",
     )
-    )
-    log_norms: bool = Field(
-        default=False,
-        description="Write the gradient's norm of the embedding, of each layer and of the head to metrics.jsonl.",
-    )
-    log_noise_scale: bool = Field(
-        default=False,
-        description="Write the gradient noise scale to metrics.jsonl, in trained tokens; needs"
-        " train.gradient_accumulation_steps of 2 or more.",
 
 
 class OffloadSection(Section):

@@ -242,7 +242,6 @@ def _with_durability(config: Config, durability: str) -> Config:
     return config.model_copy(update={"offload": config.offload.model_copy(update={"durability": durability})})
 
 
-def _begin(job: Run) -> None:
 def _check_weights(job: Run) -> None:
     """Looks for weights that the run's element type cannot hold, where there may be some."""
     layout = job.plan.layout
@@ -252,6 +251,7 @@ def _check_weights(job: Run) -> None:
         check_weight_range(job.model, layout.tensors, job.config.model.source, lambda name: advance(name))
 
 
+def _begin(job: Run) -> None:
     """Writes the first files of the run and shows what is going to be done."""
     killed = job.folder.likely_oom_kill()
     if killed is not None:
@@ -301,8 +301,8 @@ def _set_up(
             (train.micro_batch_size, job.config.data.seq_len),
             train.gradient_accumulation_steps,
             cache,
-        )
             micro_norms=job.config.optimizer.log_noise_scale,
+        )
     run = job.config.run
     if run.trace:
         stack.enter_context(recording(job.folder.trace(compressed=run.trace_gzip)))
