@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``memascend import|export`` and ``memascend store convert``: arguments and output only."""
+"""``memascend import|export`` and ``memascend store convert|resize-vocab``: arguments and output only."""
 
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -71,6 +72,34 @@ def add_store_changes(verbs: Any, add: AddCommand) -> None:
         "less, rounded without bias",
     )
     _add_into(convert)
+
+    resize = add(
+        verbs,
+        "resize-vocab",
+        _resize,
+        "gives a model, of a run or alone, more tokens or another size of vocabulary",
+    )
+    resize.add_argument(
+        "--size",
+        metavar="N",
+        type=int,
+        help="rows of the embedding, and of the head; default: those there are and as many as the tokens need",
+    )
+    resize.add_argument(
+        "--add-token",
+        metavar="TEXT",
+        action="append",
+        default=[],
+        help="a text that becomes a token; once per token",
+    )
+    resize.add_argument(
+        "--init",
+        choices=("mean", "normal", "zeros"),
+        default="mean",
+        help="what new rows begin as: the mean of the old ones (default), normal with the mean and deviation of each "
+        "column, or zeros; moments are zero",
+    )
+    _add_into(resize)
 
 
 def _add_into(parser: argparse.ArgumentParser) -> None:
@@ -152,6 +181,26 @@ def _convert(options: argparse.Namespace) -> int:
         facts,
         f"{', '.join(facts['paths'])} holds the run at step {facts['step']} in state format {facts['to']}; to go on: "
         f"optimizer.state_format={facts['to']}" + _store_hint(options),
+    )
+
+
+def _resize(options: argparse.Namespace) -> int:
+    from memascend_jax.errors import ConfigError
+    from memascend_jax.observe.screen import Screen
+    from memascend_jax.recipes.store_vocabulary import resize_vocabulary
+
+    if options.size is not None and options.size < 1:
+        raise ConfigError(f"--size: a vocabulary has at least one token, got {options.size}")
+    with Screen() as screen:
+        facts = resize_vocabulary(
+            options.paths, options.size, options.add_token, options.init, options.into, screen
+        )
+    settings = " ".join(map(shlex.quote, facts["settings"]))
+    return _report(
+        options,
+        facts,
+        f"{', '.join(facts['paths'])} has a vocabulary of {facts['rows']:,}, before {facts['rows_before']:,}"
+        + (f"; to go on: {settings}{_store_hint(options)}" if settings else ""),
     )
 
 

@@ -21,14 +21,14 @@ from memascend_jax.checkpoints.saved_step import is_checkpoint, resolve_step
 from memascend_jax.checkpoints.smollm2 import smollm2_135m_path
 from memascend_jax.checkpoints.source import PIECE_BYTES, Checkpoint, open_checkpoint
 from memascend_jax.checkpoints.store_checkpoint import StoreCheckpoint, is_model_record
-from memascend_jax.config import Config, load_config, store_paths
+from memascend_jax.config import load_config, store_paths
 from memascend_jax.dtypes import dtype_name
 from memascend_jax.errors import ConfigError, DataError
 from memascend_jax.models.shapes import LlamaConfig, TensorShape, tensor_shapes
 from memascend_jax.optim.format_conversion import master_of
 from memascend_jax.optim.rounding import round_master, widen
 from memascend_jax.recipes.inputs import SMOLLM2, open_model
-from memascend_jax.recipes.stored_run import config_of, format_of, open_committed, run_of
+from memascend_jax.recipes.stored_run import config_of, format_of, open_committed, run_of, without_data
 from memascend_jax.storage.device import resolve_paths
 from memascend_jax.storage.formatting import has_superblock
 from memascend_jax.storage.tensor_store import TensorStore
@@ -122,7 +122,7 @@ def _of_store(paths: Sequence[str], stack: ExitStack) -> ExportSource:
     store = stack.enter_context(open_committed(paths))
     run = run_of(store)
     state = StoredState(store, format_of(run))
-    model = open_model(_without_data(config_of(run)))
+    model = open_model(without_data(config_of(run)))
     stack.callback(model.close)
 
     def read(name: str, start: int, n: int, dtype: str) -> NDArray[Any]:
@@ -139,13 +139,6 @@ def _of_store(paths: Sequence[str], stack: ExitStack) -> ExportSource:
         files=model.export_files(),
         read=read,
         facts={"step": run.step, "generation": store.generation},
-    )
-
-
-def _without_data(config: Config) -> Config:
-    """The configuration with random data: what is trained on does not matter here, and may be gone."""
-    return config.model_copy(
-        update={"data": config.data.model_copy(update={"source": "random", "seq_len": 2})}
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from memascend_jax.checkpoints.random_init import random_pieces
+from memascend_jax.checkpoints.resized import ResizedCheckpoint
 from memascend_jax.checkpoints.saved_model import SavedModel
 from memascend_jax.checkpoints.smollm2 import smollm2_135m_path
 from memascend_jax.checkpoints.source import Checkpoint, open_checkpoint
@@ -58,14 +59,16 @@ def open_model(config: Config) -> ModelSource:
         shape = LlamaConfig.from_hf(config.model.config)
         seed = config.train.seed
         return ModelSource(shape, None, None, lambda name: random_pieces(shape, name, seed, _PIECE_BYTES))
-    checkpoint = open_checkpoint(smollm2_135m_path() if source == SMOLLM2 else source)
+    found = open_checkpoint(smollm2_135m_path() if source == SMOLLM2 else source)
+    has_tokenizer = not isinstance(found, SavedModel) or found.has_tokenizer
+    checkpoint = _with_vocabulary(found, config)
     shape = LlamaConfig.from_hf(checkpoint.config)
     if config.data.seq_len > shape.max_position_embeddings:
         raise ConfigError(
             f"data.seq_len={config.data.seq_len} is more than the {shape.max_position_embeddings} positions of "
             f"the model in {source!r}"
         )
-    if isinstance(checkpoint, SavedModel) and not checkpoint.has_tokenizer:
+    if not has_tokenizer:
         if config.data.source != RANDOM:
             raise DataError(
                 f"data.source={config.data.source} needs a tokenizer, which the model in {source!r} has not: it began "
@@ -74,6 +77,25 @@ def open_model(config: Config) -> ModelSource:
         return ModelSource(shape, checkpoint, None, lambda name: checkpoint.pieces(name, _PIECE_BYTES))
     coder = Coder(checkpoint.tokenizer(), checkpoint.chat_template, checkpoint.special_ids)
     return ModelSource(shape, checkpoint, coder, lambda name: checkpoint.pieces(name, _PIECE_BYTES))
+
+
+def _with_vocabulary(checkpoint: Checkpoint, config: Config) -> Checkpoint:
+    """``checkpoint`` with the tokens and the size of vocabulary that the configuration asks for."""
+    model = config.model
+    if not model.add_tokens and model.vocab_size is None:
+        return checkpoint
+    try:
+        return ResizedCheckpoint(
+            checkpoint,
+            model.vocab_size,
+            model.add_tokens,
+            model.new_rows,
+            model.source,
+            seed=config.train.seed,
+        )
+    except BaseException:
+        checkpoint.close()
+        raise
 
 
 def open_data(config: Config, model: ModelSource) -> Dataset:

@@ -21,13 +21,14 @@ from memascend_jax.errors import StoreError
 from memascend_jax.observe.screen import Screen
 from memascend_jax.optim.format_conversion import Rounding, TileState, convert_tile
 from memascend_jax.optim.rounding import split_master
-from memascend_jax.optim.state_format import StateFormat, tile_elements
+from memascend_jax.optim.state_format import BLOCK_BYTES, StateFormat, itemsize, tile_elements
 from memascend_jax.recipes.new_store import new_store
 from memascend_jax.storage.ahead import ahead
 from memascend_jax.storage.device import block_device_bytes, resolve_paths
 from memascend_jax.storage.tensor_store import TensorSpec, TensorStore
 from memascend_jax.storage.tile_stream import TileStream
 from memascend_jax.training.stored_state import StoredState, state_specs, write_state
+from memascend_jax.units import round_up
 
 #: Returns fp32 values ``[n_rows * columns]`` of new rows of a tensor: ``rows(name, first_row, n_rows)``.
 NewRows = Callable[[str, int, int], NDArray[np.float32]]
@@ -82,7 +83,9 @@ def rewrite_store(
     others = [(old.spec(name), change.replaced.get(name)) for name in state.others]
     specs += [spec if new is None else _spec_of(spec.name, new) for spec, new in others]
     specs += [_spec_of(name, new) for name, new in change.replaced.items() if name not in state.others]
-    scratch = int(old.inspect()["scratch_bytes"])
+    scratch = int(old.inspect()["scratch_bytes"]) + sum(
+        _more_gradients(state, change, name) for name in change.shapes
+    )
     with new_store(
         specs,
         target,
@@ -104,6 +107,15 @@ def rewrite_store(
             new.write_elements(name, 0, values.reshape(-1))
         new.commit(change.run_state)
     return {"paths": target, "bytes": nbytes}
+
+
+def _more_gradients(state: StoredState, change: Rewrite, name: str) -> int:
+    """How many more bytes the gradient of a tensor takes in the scratch of a run's store."""
+    if not state.is_trained(name):
+        return 0
+    size = itemsize(state.format_of(name).grad_dtype)
+    held, needed = (math.prod(shape) * size for shape in (state.shape(name), change.shapes[name]))
+    return max(round_up(needed, BLOCK_BYTES) - round_up(held, BLOCK_BYTES), 0)
 
 
 def _own_path(old: TensorStore) -> list[str]:

@@ -62,6 +62,13 @@ def config_of(state: RunState) -> Config:
     return Config.model_validate(dict(state.config))
 
 
+def without_data(config: Config) -> Config:
+    """Returns the configuration with random data: what is trained on does not matter here, and may be gone."""
+    return config.model_copy(
+        update={"data": config.data.model_copy(update={"source": "random", "seq_len": 2})}
+    )
+
+
 def with_config(state: RunState, **sections: dict[str, Any]) -> dict[str, Any]:
     """Returns the run's configuration as plain values, with keys of ``sections`` replaced."""
     changed = {name: {**state.config[name], **values} for name, values in sections.items()}
