@@ -20,6 +20,8 @@ from typing import Any, NoReturn
 
 import memascend_jax.recipes.finetune
 import memascend_jax.transfer.cpu  # noqa: F401  What a run imports late.
+from memascend_jax.checkpoints.array_files import ArrayWriter
+from memascend_jax.checkpoints.orbax_steps import OrbaxSteps
 from memascend_jax.observe.metrics import MetricsFile
 from memascend_jax.optim import loss_scale
 from memascend_jax.recipes import llama_finetune
@@ -32,6 +34,8 @@ OPERATIONS: dict[str, tuple[type, str]] = {
     "flush": (Volume, "flush"),
     "line": (MetricsFile, "write"),
     "file": (RunFolder, "_write"),
+    "chunk": (ArrayWriter, "write"),
+    "step": (OrbaxSteps, "forget"),
 }
 
 
