@@ -56,6 +56,12 @@ def _model_and_data(config: Config) -> Iterator[Finding]:
             f"data.source={data.source} needs a tokenizer, which model.source=random has not; use random"
             " data too",
         )
+    if is_random and (model.add_tokens or model.vocab_size is not None):
+        key = "add_tokens" if model.add_tokens else "vocab_size"
+        yield (
+            (f"model.{key}", "model.source"),
+            f"model.{key} is for a model that is read; of model.source=random set model.config.vocab_size",
+        )
     if data.eval_source is not None and data.source == "random":
         yield ("data.eval_source", "data.source"), "data.eval_source cannot go with data.source=random"
     if is_random and model.config:

@@ -47,6 +47,20 @@ class ModelSection(Section):
         description="Hugging Face config keys of a random model, as model.config.hidden_size=64;"
         " only with model.source=random.",
     )
+    add_tokens: tuple[Text, ...] = Field(
+        default=(),
+        description="Texts that become tokens of the model, each with a row of its own; they are in the exported"
+        " tokenizer too.",
+    )
+    vocab_size: PositiveCount | None = Field(
+        default=None,
+        description="Rows of the embedding, and of the head; null: those of the model, or as many as its tokens need.",
+    )
+    new_rows: Literal["mean", "normal", "zeros"] = Field(
+        default="mean",
+        description="What added rows begin as: the mean of the model's rows, normal (drawn with mean and deviation of"
+        " each column), or zeros.",
+    )
     compute_dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         default="auto", description="Element type of activations and matrix products; auto: bfloat16."
     )
