@@ -16,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+#: Longer than any line.
+_LOOK_BACK_BYTES = 1 << 16
 logger = logging.getLogger(__name__)
 
 
@@ -40,7 +42,11 @@ class MetricsFile:
                 logger.warning(
                     "%s has %d bytes, expected %d: earlier lines are missing", path, present, offset
                 )
-            self._length = min(offset, present)
+            self._length = _whole_lines(self._fd, min(offset, present))
+            if self._length < min(offset, present):
+                logger.warning(
+                    "%s has no whole line up to byte %d; it goes on after byte %d", path, offset, self._length
+                )
             os.ftruncate(self._fd, self._length)
             os.fsync(self._fd)
             _sync_folder(path.parent)
@@ -105,6 +111,17 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _whole_lines(fd: int, length: int) -> int:
+    """The end of the last whole line in the first ``length`` bytes: less than that only in a file that was damaged."""
+    while length:
+        begin = max(0, length - _LOOK_BACK_BYTES)
+        newline = os.pread(fd, length - begin, begin).rfind(b"\n")
+        if newline >= 0:
+            return begin + newline + 1
+        length = begin
+    return 0
 
 
 def _sync_folder(folder: Path) -> None:

@@ -181,6 +181,7 @@ def _load(config: Config, stack: ExitStack) -> Run:
     """Reads shapes, tokenizer and data, finds an earlier run, and plans; reads no weights and writes nothing."""
     screen = stack.enter_context(Screen())
     origin, folder = find_origin(config), RunFolder(config)
+    stack.callback(folder.release)
     found = origin.found
     if saves_checkpoints(config):
         check_checkpoint_folder(config)

@@ -4,17 +4,20 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
 import os
 import time
 from pathlib import Path
 from typing import Any
 
-from memascend_jax.config import Config, to_yaml
+from memascend_jax.config import Config, store_paths, to_yaml
 from memascend_jax.errors import ConfigError
 from memascend_jax.observe.failure import is_disk_full
 from memascend_jax.observe.oom import oom_count, oom_kills_since
 from memascend_jax.observe.process import is_gone, this_process
+from memascend_jax.recipes.run_store import has_store
 from memascend_jax.units import counted
 
 
@@ -25,6 +28,8 @@ class RunFolder:
         self.path = Path(config.run.dir).expanduser()
         #: The store that the files belong to; None before it is made, and in a run in memory.
         self.store_id: str | None = None
+        self._stores = [str(path) for path in store_paths(config)] if has_store(config) else []
+        self._lock = -1
 
     def check_is_free(self) -> None:
         """Returns when a new run may write here; writes nothing.
@@ -38,6 +43,13 @@ class RunFolder:
         if self.export.exists():
             present.append("export")
         if present:
+            status = self._read_status()
+            if self._stores and isinstance(status.get("store_id"), str):
+                raise ConfigError(
+                    f"run.dir={str(self.path)!r} holds the files of a run at step {status.get('step')}, but its store "
+                    f"is not at {', '.join(self._stores)}; nothing was changed. Give the place of the store "
+                    "(offload.store) to go on, or choose another run.dir to start anew"
+                )
             raise ConfigError(
                 f"cannot start a new run in run.dir={str(self.path)!r}: it holds {', '.join(present)} of something "
                 "else, which would be overwritten; choose another run.dir, or move them away"
@@ -93,11 +105,12 @@ class RunFolder:
         """Makes the folder and writes ``status.json``, ``config.yaml`` and ``plan.json``.
 
         Raises:
-            ConfigError: the folder cannot be written.
+            ConfigError: the folder cannot be written, or another run is using it.
             OSError: its disk is full.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            self._take()
             # The status first: it tells a later start that the other files are a run's.
             self.write_status("starting", step, total_steps)
             self._write("config.yaml", to_yaml(config))
@@ -106,6 +119,34 @@ class RunFolder:
             if is_disk_full(error):
                 raise
             raise self._unwritable(error.strerror or str(error)) from error
+
+    def _take(self) -> None:
+        """Makes the folder this process's own, until it ends: two runs would write each other's files.
+
+        Raises:
+            ConfigError: another process has it.
+        """
+        if self._lock >= 0:
+            return
+        self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            # Some network file systems have no locks on folders.
+            if error.errno != errno.EWOULDBLOCK:
+                return
+            holder = self._read_status().get("pid")
+            raise ConfigError(
+                f"run.dir={str(self.path)!r} is in use by another run"
+                + (f", process {holder}" if holder else "")
+                + "; wait for its end, or choose another run.dir"
+            ) from error
+
+    def release(self) -> None:
+        """Lets go of the folder; does nothing when it was never taken."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
     @property
     def metrics(self) -> Path:

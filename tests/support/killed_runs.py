@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,8 @@ from memascend_jax.storage.tensor_store import TensorStore
 #: What a step reports of its mathematics, as opposed to its time.
 EXACT = ("step", "loss", "learning_rate", "grad_norm", "loss_scale", "skipped_steps", "tokens")
 
+#: From a fault to the end of the process.
+LONGEST_S = 30.0
 #: (operation, number, moment): see ``run_forks``.
 End = tuple[str, int, str]
 
@@ -46,6 +49,7 @@ class Runs:
     ) -> None:
         self._initial_scale = initial_scale
         self._process = -1
+        self._logs = tempfile.TemporaryDirectory(prefix="memascend-logs-")
         self._settings = ["--config", config, "offload.direct_io=optional", *settings]
         self._forks = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("run_forks.py"))],
@@ -63,12 +67,17 @@ class Runs:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._forks.communicate()
+        self._logs.cleanup()
+
+    def log(self, folder: Path) -> Path:
+        """Returns the file with what the runs in ``folder`` have said: not in it, for its disk may be full."""
+        return Path(self._logs.name, f"{folder.parent.name}-{folder.name}.log")
 
     def start(self, folder: Path, *overrides: str, end: End | None = None) -> int:
         """Starts a run and returns its process id; ``wait`` must follow."""
         assert self._forks.stdin is not None
         arguments = [*self._settings, f"run.dir={folder}", *overrides]
-        log = str(folder.with_suffix(".log"))
+        log = str(self.log(folder))
         request = {"arguments": arguments, "log": log, "end": end, "initial_scale": self._initial_scale}
         self._forks.stdin.write(json.dumps(request) + "\n")
         process = int(self._read())
@@ -81,13 +90,37 @@ class Runs:
         """Returns the exit status of the run that was started; less than 0: the signal that killed it."""
         status = int(self._read())
         os.close(self._process)
+        self._process = -1
         return status
+
+    def fail(self, folder: Path, *overrides: str, end: End | None = None) -> tuple[int, str]:
+        """Carries a run out that must fail, soon and with one clear message; returns its status and that message."""
+        began = time.monotonic()
+        self.start(folder, *overrides, end=end)
+        return self.failed(folder, began)
+
+    def failed(self, folder: Path, began: float) -> tuple[int, str]:
+        """Waits for the run that must fail since ``began`` of ``time.monotonic``; returns its status and message."""
+        status, log = self.wait(), self.log(folder).read_text()
+        assert time.monotonic() - began < LONGEST_S
+        assert "Traceback" not in log, log
+        message = log.strip().splitlines()[-1]
+        assert message.startswith("memascend: "), log
+        return status, message
+
+    def wait_for_step(self, folder: Path, step: int) -> None:
+        """Returns when the run that was started has written the line of ``step``."""
+        metrics = folder / "metrics.jsonl"
+        deadline = time.monotonic() + 120
+        while not metrics.exists() or metrics.read_bytes().count(b"\n") < step:
+            assert time.monotonic() < deadline, self.log(folder).read_text()
+            time.sleep(0.002)
 
     def finish(self, folder: Path, *overrides: str) -> None:
         """Carries a run out to its end."""
         self.start(folder, *overrides)
         status = self.wait()
-        assert status == 0, folder.with_suffix(".log").read_text()
+        assert status == 0, self.log(folder).read_text()
 
     def kill_at(self, folder: Path, end: End, *overrides: str) -> bool:
         """Goes on until the process kills itself, or to the end of the run: then False is returned."""
@@ -109,7 +142,7 @@ class Runs:
             signal.pidfd_send_signal(self._process, number)
 
     def _was_killed(self, folder: Path, status: int) -> bool:
-        assert status in (0, -signal.SIGKILL), folder.with_suffix(".log").read_text()
+        assert status in (0, -signal.SIGKILL), self.log(folder).read_text()
         return status != 0
 
     def _read(self) -> str:
@@ -135,9 +168,14 @@ def _wait_for(folder: Path, process: int) -> None:
         time.sleep(0.001)
 
 
+def exact_lines(folder: Path) -> list[dict[str, Any]]:
+    """Returns what the metrics of the run in ``folder`` say of its mathematics."""
+    return [{key: line[key] for key in EXACT} for line in read_lines(folder / "metrics.jsonl")]
+
+
 def outcome(folder: Path) -> Outcome:
     """Returns what the finished run in ``folder`` has left."""
-    lines = [{key: line[key] for key in EXACT} for line in read_lines(folder / "metrics.jsonl")]
+    lines = exact_lines(folder)
     summary = json.loads((folder / "summary.json").read_text())
     with TensorStore.open([folder / "memascend.store"], read_only=True, direct_io="optional") as store:
         tensors = {name: store.get(name).tobytes() for name in store.names()}
