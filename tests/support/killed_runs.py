@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import signal
@@ -33,16 +34,17 @@ End = tuple[str, int, str]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a finished run leaves of its mathematics."""
+    """What a finished run leaves of its mathematics, tensors by name as digests; and the time of a step."""
 
     lines: list[dict[str, Any]]
     summary: dict[str, Any]
-    store: dict[str, bytes]
-    exported: dict[str, bytes]
+    store: dict[str, str]
+    exported: dict[str, str]
+    step_s: float
 
 
 class Runs:
-    """Runs of the tiny recipe, forked from one process that has everything imported."""
+    """Runs of a recipe, forked from one process that has everything imported."""
 
     def __init__(
         self, *settings: str, config: str = "tiny_random", initial_scale: float | None = None
@@ -178,13 +180,18 @@ def outcome(folder: Path) -> Outcome:
     lines = exact_lines(folder)
     summary = json.loads((folder / "summary.json").read_text())
     with TensorStore.open([folder / "memascend.store"], read_only=True, direct_io="optional") as store:
-        tensors = {name: store.get(name).tobytes() for name in store.names()}
+        tensors = {name: _digest(store.get(name)) for name in store.names()}
     exported = {
-        name: np.asarray(value).tobytes()
+        name: _digest(np.asarray(value))
         for name, value in load_file(folder / "export" / "model.safetensors").items()
     }
     kept = ("step", "tokens", "eval_loss_before", "eval_loss_after", "eval_losses", "loss_first", "loss_last")
-    return Outcome(lines, {key: summary[key] for key in kept}, tensors, exported)
+    step_s = float(summary.get("step_seconds_median", 0.0))
+    return Outcome(lines, {key: summary[key] for key in kept}, tensors, exported, step_s)
+
+
+def _digest(values: np.ndarray) -> str:
+    return hashlib.blake2b(np.ascontiguousarray(values).view(np.uint8).data).hexdigest()
 
 
 def check_same(folder: Path, expected: Outcome) -> None:
