@@ -35,18 +35,20 @@ struct BareMaster {
   }
 };
 
-// The upper 24 bits of a float32, the lowest of them drawn by 8 random bits.
+// The upper 24 bits of a float32, the lowest of them drawn by 8 random bits: the parameter and, as
+// a signed number, what its rounding left. With 0x8000 added to the float32 the parameter is its
+// upper half and the residual the next byte, but for the highest bit of that: `kFlips` in each byte
+// of a word of residuals.
 struct ByteMaster {
-  using Residual = std::uint8_t;
-  static MEMASCEND_INLINE float load(std::uint16_t param, std::uint8_t residual) noexcept {
-    const auto left = static_cast<std::uint32_t>(static_cast<std::int8_t>(residual));
-    return float_of(((static_cast<std::uint32_t>(param) << 8) + left) << 8);
+  static constexpr std::uint32_t kFlips = 0x80808080U;
+  // Of a parameter in the upper half, and a flipped residual in bits 8 to 15, whatever is beside
+  // it.
+  static MEMASCEND_INLINE float load(std::uint32_t param, std::uint32_t residual) noexcept {
+    return float_of((param | (residual & 0xFF00U)) - 0x8000U);
   }
-  static MEMASCEND_INLINE void store(float value, std::uint32_t random8, std::uint16_t& param,
-                                     std::uint8_t& residual) noexcept {
-    const std::uint32_t kept = bits_of(value) + random8;
-    param = static_cast<std::uint16_t>((kept + 0x8000U) >> 16);
-    residual = static_cast<std::uint8_t>(kept >> 8);
+  // The same form; what is below is not to be kept.
+  static MEMASCEND_INLINE std::uint32_t store(float value, std::uint32_t random8) noexcept {
+    return bits_of(value) + (random8 | 0x8000U);
   }
 };
 

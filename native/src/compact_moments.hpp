@@ -11,7 +11,8 @@
 // but a nu never to zero, since the step is divided by its root.
 #pragma once
 
-#include <cmath>
+#include <algorithm>
+#include <cstdint>
 
 #include "float_formats.hpp"
 #include "stochastic.hpp"
@@ -43,45 +44,62 @@ MEMASCEND_INLINE float inverse_scale(float scale) noexcept {
   return scale == 0.0F ? 0.0F : 1.0F / scale;
 }
 
-// A byte float: the upper bits of a float32 from `kLowest` on, relative to those of kLowest.
+// A byte float: the upper bits of a float32 from that of `kLowest` on, relative to those. A byte is
+// taken from a word, and put into one, by shifts: bits 20 to 27 of a float32 are those of the code
+// above kBase, whose own bits lie above.
 template <int Exponent>
 struct ByteFloat {
-  static constexpr std::uint32_t kBase = static_cast<std::uint32_t>(127 + Exponent) << 3;
-  static MEMASCEND_INLINE float lowest() noexcept { return float_of(kBase << 20); }
-  static MEMASCEND_INLINE float decode(std::uint32_t code) noexcept {
-    return float_of((code + kBase) << 20) - lowest();
+  static constexpr std::uint32_t kBase = static_cast<std::uint32_t>(127 + Exponent) << 23;
+  static MEMASCEND_INLINE float lowest() noexcept { return float_of(kBase); }
+};
+
+struct MuByte : ByteFloat<-15> {
+  static_assert((kBase & 0x07FFFFFFU) == 0);
+
+  // What byte `Byte` of a word stands for, by its scale.
+  template <int Byte>
+  static MEMASCEND_INLINE float take(std::uint32_t word) noexcept {
+    const float x = float_of((shifted<8 * Byte, 20>(word) & 0x07F00000U) | kBase);
+    return float_of(bits_of(x - lowest()) | (shifted<8 * Byte + 7, 31>(word) & 0x80000000U));
   }
-  // The code, kBase above it. share is in [0, 1], or NaN with a scale that says so.
-  static MEMASCEND_INLINE std::uint32_t encode(float share, std::uint32_t random20) noexcept {
-    return (bits_of(share + lowest()) + random20) >> 20;
+
+  // A word of that byte and zeros. |value| * inverse is at most 1, or NaN with a scale that says
+  // so. random: a byte_draw.
+  template <int Byte>
+  static MEMASCEND_INLINE std::uint32_t put(float value, float inverse,
+                                            std::uint32_t random) noexcept {
+    const std::uint32_t bits = bits_of(value);
+    const std::uint32_t code = bits_of(float_of(bits & 0x7FFFFFFFU) * inverse + lowest()) + random;
+    return (shifted<20, 8 * Byte>(code) & (0x7FU << 8 * Byte)) |
+           (shifted<31, 8 * Byte + 7>(bits) & (0x80U << 8 * Byte));
   }
 };
-using MuByte = ByteFloat<-15>;
-using NuByte = ByteFloat<-31>;
 
-MEMASCEND_INLINE float decode_mu(std::uint8_t code, float scale) noexcept {
-  const std::uint32_t byte = code;
-  const float magnitude = scale * MuByte::decode(byte & 0x7FU);
-  return float_of(bits_of(magnitude) | ((byte << 24) & 0x80000000U));
-}
+// x itself, of which `lowest` is subtracted only where that matters: see NuBlock.
+struct NuByte : ByteFloat<-31> {
+  static_assert((kBase & 0x0FFFFFFFU) == 0);
+  static constexpr std::uint32_t kUnit = 1U << 20;
 
-MEMASCEND_INLINE std::uint8_t encode_mu(float value, float inverse,
-                                        std::uint32_t random20) noexcept {
-  static_assert((MuByte::kBase & 0x7FU) == 0);
-  const std::uint32_t bits = bits_of(value);
-  const float share = float_of(bits & 0x7FFFFFFFU) * inverse;
-  return static_cast<std::uint8_t>((MuByte::encode(share, random20) & 0x7FU) |
-                                   ((bits >> 24) & 0x80U));
-}
+  template <int Byte>
+  static MEMASCEND_INLINE float take(std::uint32_t word) noexcept {
+    return float_of((shifted<8 * Byte, 20>(word) & 0x0FF00000U) | kBase);
+  }
 
-MEMASCEND_INLINE float decode_nu(std::uint8_t code, float scale) noexcept {
-  return scale * NuByte::decode(code);
-}
+  // x in [2^-31, 2), value is zero with the lowest x only.
+  template <int Byte>
+  static MEMASCEND_INLINE std::uint32_t put(float x, float value, std::uint32_t random) noexcept {
+    const std::uint32_t code = bits_of(x) + random;
+    // The bits of what is neither zero nor a denormal are more than a unit of the code.
+    const std::uint32_t kept = std::max(code, std::min(bits_of(value), kUnit));
+    return shifted<20, 8 * Byte>(kept) & (0xFFU << 8 * Byte);
+  }
+};
 
-MEMASCEND_INLINE std::uint8_t encode_nu(float value, float inverse,
-                                        std::uint32_t random20) noexcept {
-  const std::uint32_t code = NuByte::encode(value * inverse, random20) - NuByte::kBase;
-  return static_cast<std::uint8_t>(code == 0 && value > 0.0F ? 1U : code);
+// The lowest 20 of 32 random bits, less NuByte::kBase: a sum of the bits of an x and these is the
+// code in place, without the bits above it. Those of mu are cut off anyway. Both moments of an
+// element are rounded by the same bits, in the same direction, so that their ratio varies less.
+MEMASCEND_INLINE std::uint32_t byte_draw(std::uint32_t drawn) noexcept {
+  return (drawn & 0xFFFFFU) | (0U - NuByte::kBase);
 }
 
 }  // namespace memascend

@@ -4,6 +4,8 @@
 #include <stdexcept>
 #include <type_traits>
 
+#include "byte_loop.hpp"
+#include "compact_args.hpp"
 #include "compact_masters.hpp"
 #include "compact_moments.hpp"
 #include "float_formats.hpp"
@@ -19,28 +21,6 @@ namespace {
 constexpr std::uint64_t kChunk = 32768;
 static_assert(kChunk % kBlockElements == 0);
 
-// Elements that follow each other in the tensor and in memory, all with one key.
-struct Args {
-  std::uint16_t* param;
-  void* residual;
-  void* mu;
-  void* nu;
-  float* scales;
-  const void* grad;
-  std::uint64_t n;
-  std::uint64_t first_element;
-  RandomKey key;
-  RuleConstants constants;
-};
-
-// A NaN of bfloat16 is plain as it is: its payload does not reach the lower half.
-template <typename Grad>
-MEMASCEND_INLINE float load_grad(typename Grad::Storage stored) noexcept {
-  const float grad = Grad::load(stored);
-  if constexpr (std::is_same_v<Grad, Bfloat16>) return grad;
-  return with_plain_nan(grad);
-}
-
 template <typename Master, typename Moment, typename Grad>
 struct FloatLoop {
   using Residual = std::conditional_t<std::is_void_v<typename Master::Residual>, std::uint16_t,
@@ -48,7 +28,7 @@ struct FloatLoop {
   static constexpr bool kHasResidual = !std::is_void_v<typename Master::Residual>;
   static constexpr bool kDraws = !std::is_same_v<Moment, Float32Moment>;
 
-  static MEMASCEND_INLINE void run(const Args& args) noexcept {
+  static MEMASCEND_INLINE void run(const CompactArgs& args) noexcept {
     loop(args.param, static_cast<Residual*>(args.residual),
          static_cast<typename Moment::Storage*>(args.mu),
          static_cast<typename Moment::Storage*>(args.nu),
@@ -87,83 +67,6 @@ struct FloatLoop {
   }
 };
 
-// The largest magnitude of n gradients; not finite if any of them is not.
-template <typename Grad>
-MEMASCEND_INLINE float largest_of(const typename Grad::Storage* __restrict grad,
-                                  std::uint32_t n) noexcept {
-  if constexpr (std::is_same_v<Grad, Float32>) {
-    std::uint32_t largest = 0;
-    for (std::uint32_t i = 0; i < n; ++i)
-      largest = std::max(largest, bits_of(grad[i]) & 0x7FFFFFFFU);
-    return float_of(largest);
-  } else {
-    std::uint16_t largest = 0;
-    for (std::uint32_t i = 0; i < n; ++i) {
-      const auto magnitude = static_cast<std::uint16_t>(grad[i] & 0x7FFFU);
-      largest = std::max(largest, magnitude);
-    }
-    return Grad::load(largest);
-  }
-}
-
-// Block by block. The new scales are what the moments cannot exceed, given the old ones and the
-// largest gradient: they are known before the moments, which are then written at once. As the
-// steps of the codes are relative, nothing is lost by a scale that is larger than need be.
-template <typename Grad>
-struct ByteLoop {
-  static MEMASCEND_INLINE void run(const Args& args) noexcept {
-    std::uint64_t done = 0;
-    float* scales = args.scales;
-    while (done < args.n) {
-      const std::uint64_t phase = (args.first_element + done) % kBlockElements;
-      const std::uint64_t count = std::min(kBlockElements - phase, args.n - done);
-      // Nearly all are whole: with the count known the loops have no tails.
-      if (count == kBlockElements)
-        block(args, done, scales, kBlockElements);
-      else
-        block(args, done, scales, static_cast<std::uint32_t>(count));
-      done += count;
-      scales += 2;
-    }
-  }
-
-  static MEMASCEND_INLINE void block(const Args& args, std::uint64_t at, float* scales,
-                                     std::uint32_t n) noexcept {
-    block(args.param + at, static_cast<std::uint8_t*>(args.residual) + at,
-          static_cast<std::uint8_t*>(args.mu) + at, static_cast<std::uint8_t*>(args.nu) + at,
-          scales, static_cast<const typename Grad::Storage*>(args.grad) + at, n,
-          static_cast<std::uint32_t>(args.first_element + at), args.key, args.constants);
-  }
-
-  static MEMASCEND_INLINE void block(std::uint16_t* __restrict param,
-                                     std::uint8_t* __restrict residual, std::uint8_t* __restrict mu,
-                                     std::uint8_t* __restrict nu, float* __restrict scales,
-                                     const typename Grad::Storage* __restrict grad, std::uint32_t n,
-                                     std::uint32_t element, const RandomKey& random_key,
-                                     const RuleConstants& constants) noexcept {
-    const RuleConstants c = constants;
-    const RandomKey key = random_key;
-    const float old_mu = scales[0];
-    const float old_nu = scales[1];
-    const float largest = largest_of<Grad>(grad, n) * c.grad_scale;
-    scales[0] = block_scale(c.b1 * old_mu + c.one_minus_b1 * largest);
-    scales[1] = block_scale(c.b2 * old_nu + c.one_minus_b2 * (largest * largest));
-    const float inverse_mu = inverse_scale(scales[0]);
-    const float inverse_nu = inverse_scale(scales[1]);
-    for (std::uint32_t i = 0; i < n; ++i) {
-      float m = decode_mu(mu[i], old_mu);
-      float v = decode_nu(nu[i], old_nu);
-      const float p = AdamRule<false>::apply(c, load_grad<Grad>(grad[i]),
-                                             ByteMaster::load(param[i], residual[i]), m, v);
-      // Of what is drawn the master takes the lowest 8 bits and mu the highest 20.
-      const std::uint32_t drawn = random_bits(key, element + i);
-      ByteMaster::store(p, drawn & 0xFFU, param[i], residual[i]);
-      mu[i] = encode_mu(m, inverse_mu, drawn >> 12);
-      nu[i] = encode_nu(v, inverse_nu, random_again(drawn) >> 12);
-    }
-  }
-};
-
 struct Sizes {
   std::uint64_t residual, moment, grad;
 };
@@ -193,7 +96,7 @@ void run_span(Loop loop, const CompactTile& tile, const RuleConstants& constants
 
 template <typename Kernel>
 void run_tile(const CompactTile& tile, const RuleConstants& constants, const Sizes& sizes) {
-  const auto loop = Compiled<Kernel, Args>::best();
+  const auto loop = Compiled<Kernel, CompactArgs>::best();
   if (tile.row_starts != nullptr) {
     auto one = [&](std::uint64_t row) noexcept {
       float* scales = tile.scales == nullptr ? nullptr : tile.scales + 2 * tile.row_blocks * row;
@@ -258,6 +161,8 @@ CompactFormat compact_format_named(const std::string& name) {
 }
 
 void compact_update(CompactFormat format, const CompactTile& tile, const UpdateNumbers& numbers) {
+  if (format == CompactFormat::kInt8 && numbers.eps_root != 0)
+    throw std::invalid_argument("the update of int8 has no eps_root");
   const RuleConstants constants(numbers);
   switch (tile.grad_type) {
     case FloatType::kFloat32:

@@ -22,6 +22,13 @@ MEMASCEND_INLINE std::uint32_t bits_of(float value) noexcept {
   return bits;
 }
 
+// x with bit From where bit To is.
+template <int From, int To>
+MEMASCEND_INLINE std::uint32_t shifted(std::uint32_t x) noexcept {
+  if constexpr (From < To) return x << (To - From);
+  return x >> (From < To ? 0 : From - To);
+}
+
 struct Float32 {
   using Storage = float;
   static MEMASCEND_INLINE float load(float value) noexcept { return value; }

@@ -16,7 +16,7 @@ struct RandomKey {
   std::uint32_t second;
 };
 
-MEMASCEND_INLINE std::uint64_t mix64(std::uint64_t x) noexcept {
+constexpr MEMASCEND_INLINE std::uint64_t mix64(std::uint64_t x) noexcept {
   x += 0x9E3779B97F4A7C15U;
   x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9U;
   x = (x ^ (x >> 27)) * 0x94D049BB133111EBU;

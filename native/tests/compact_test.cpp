@@ -7,6 +7,7 @@
 #include <random>
 #include <vector>
 
+#include "block_draws.hpp"
 #include "check.hpp"
 #include "compact_masters.hpp"
 #include "compact_moments.hpp"
@@ -140,16 +141,21 @@ TEST(masters_are_rebuilt_exactly_whatever_the_bits) {
   for (int i = 0; i < 2000000; ++i) {
     const float value = with_plain_nan(float_of(static_cast<std::uint32_t>(random())));
     std::uint16_t param = 0, low = 0;
-    std::uint8_t byte = 0;
     SplitMaster::store(value, param, low);
     const float split = SplitMaster::load(param, low);
-    ByteMaster::store(value, 0, param, byte);
-    const float upper = ByteMaster::load(param, byte);
+    const std::uint32_t kept = ByteMaster::store(value, 0);
+    const float upper = ByteMaster::load(kept & 0xFFFF0000U, kept);
     if (std::isnan(value)) {
       CHECK(std::isnan(split) && std::isnan(upper) && std::isnan(Bfloat16::load(param)));
+      CHECK(std::isnan(float_of(kept & 0xFFFF0000U)));
     } else {
       CHECK_EQUAL(bits_of(split), bits_of(value));
       CHECK_EQUAL(bits_of(upper), bits_of(value) & 0xFFFFFF00U);
+      CHECK_EQUAL(kept >> 16, std::uint32_t{param});
+      // What the format says of the residual: what the parameter's rounding left, as a number.
+      const auto residual = static_cast<std::int8_t>((kept >> 8) ^ (ByteMaster::kFlips & 0xFFU));
+      const std::uint32_t left = static_cast<std::uint32_t>(residual) << 8;
+      CHECK_EQUAL((std::uint32_t{param} << 16) + left, bits_of(upper));
     }
   }
 }
@@ -237,26 +243,72 @@ TEST(positions_beyond_32_bits_draw_other_numbers_and_cuts_there_change_nothing) 
 }
 
 TEST(bytes_decode_to_zero_the_scale_and_rising_values_between) {
-  CHECK_EQUAL(decode_mu(0, 3.0F), 0.0F);
-  CHECK_EQUAL(decode_nu(0, 3.0F), 0.0F);
-  for (int code = 1; code < 120; ++code) {
-    CHECK(decode_mu(static_cast<std::uint8_t>(code), 2.0F) >
-          decode_mu(static_cast<std::uint8_t>(code - 1), 2.0F));
-    CHECK_EQUAL(decode_mu(static_cast<std::uint8_t>(code | 0x80), 2.0F),
-                -decode_mu(static_cast<std::uint8_t>(code), 2.0F));
+  const auto mu = [](std::uint32_t code) { return MuByte::take<0>(code); };
+  const auto nu = [](std::uint32_t code) { return NuByte::take<0>(code) - NuByte::lowest(); };
+  CHECK_EQUAL(mu(0), 0.0F);
+  CHECK_EQUAL(nu(0), 0.0F);
+  for (std::uint32_t code = 1; code < 120; ++code) {
+    CHECK(mu(code) > mu(code - 1));
+    CHECK_EQUAL(mu(code | 0x80U), -mu(code));
   }
-  for (int code = 1; code < 248; ++code)
-    CHECK(decode_nu(static_cast<std::uint8_t>(code), 2.0F) >
-          decode_nu(static_cast<std::uint8_t>(code - 1), 2.0F));
-  CHECK(std::fabs(decode_mu(120, 2.0F) - 2.0F) < 1e-4F);
-  CHECK_EQUAL(decode_nu(248, 2.0F), 2.0F);
+  for (std::uint32_t code = 1; code < 248; ++code) CHECK(nu(code) > nu(code - 1));
+  CHECK(std::fabs(mu(120) - 1.0F) < 1e-4F);
+  CHECK_EQUAL(nu(248), 1.0F);
   // The largest of a block, whatever is drawn, and the least that is not nothing.
-  for (const std::uint32_t drawn : {0U, 1U, 0x7FFFFU, 0xFFFFFU}) {
-    CHECK_EQUAL(encode_nu(2.0F, 0.5F, drawn), 248);
-    CHECK_EQUAL(encode_nu(1e-30F, 0.5F, drawn), 1);
-    CHECK_EQUAL(encode_nu(0.0F, 0.5F, drawn), 0);
-    CHECK_EQUAL(encode_mu(0.0F, 0.5F, drawn), 0);
+  for (const std::uint32_t drawn : {0U, 1U, 0x7FFFFU, 0xFFFFFU, 0xFFFFFFFFU}) {
+    const std::uint32_t random = byte_draw(drawn);
+    CHECK_EQUAL(NuByte::put<0>(1.0F, 2.0F, random), 248U);
+    CHECK_EQUAL(NuByte::put<0>(NuByte::lowest(), 1e-30F, random), 1U);
+    CHECK_EQUAL(NuByte::put<0>(NuByte::lowest(), 0.0F, random), 0U);
+    CHECK_EQUAL(MuByte::put<0>(0.0F, 0.5F, random), 0U);
   }
+}
+
+TEST(a_byte_is_the_same_wherever_in_a_word_it_is) {
+  std::mt19937 random(6);
+  for (std::uint32_t code = 0; code < 256; ++code) {
+    const std::uint32_t beside = static_cast<std::uint32_t>(random()) & 0xFFFF00FFU;
+    const std::uint32_t word = beside | code << 8;
+    CHECK_EQUAL(bits_of(MuByte::take<1>(word)), bits_of(MuByte::take<0>(code)));
+    CHECK_EQUAL(bits_of(MuByte::take<3>(code << 24 | beside >> 8)), bits_of(MuByte::take<0>(code)));
+    CHECK_EQUAL(bits_of(NuByte::take<1>(word)), bits_of(NuByte::take<0>(code)));
+    CHECK_EQUAL(bits_of(NuByte::take<2>(code << 16 | (beside & 0xFFFFU))),
+                bits_of(NuByte::take<0>(code)));
+    // Without a draw every code comes back, in each place.
+    const float m = MuByte::take<0>(code), x = NuByte::take<0>(code);
+    const std::uint32_t none = byte_draw(0);
+    if ((code & 0x7FU) < 120) {
+      CHECK_EQUAL(MuByte::put<0>(m, 1.0F, none), code);
+      CHECK_EQUAL(MuByte::put<3>(m, 1.0F, none), code << 24);
+    }
+    CHECK_EQUAL(NuByte::put<2>(x, x - NuByte::lowest(), none), code << 16);
+  }
+}
+
+TEST(draws_of_a_block_are_uniform_and_tell_nothing_of_each_other) {
+  // Of 2^16 keys: every bit of three elements, and whether bits of two of them agree, is set in
+  // half of them: 5 sigma of a fair coin, for 261 of them.
+  constexpr std::uint32_t kKeys = 1U << 16;
+  constexpr double kAllowed = 5 * 128.0;
+  double bits[3][32] = {}, agree[3][32] = {}, own[3][31] = {};
+  for (std::uint32_t key = 0; key < kKeys; ++key) {
+    const BlockDraws draws({key, 7}, 5);
+    const std::uint32_t drawn[] = {draws.at<0>(0), draws.at<1>(0), draws.at<2>(41)};
+    for (int i = 0; i < 3; ++i)
+      for (int bit = 0; bit < 32; ++bit) {
+        const std::uint32_t equal = ~(drawn[i] ^ drawn[(i + 1) % 3]);
+        bits[i][bit] += drawn[i] >> bit & 1U;
+        // Lowest bits of the numbers are those of a permutation: their products are one, too.
+        if (bit >= 8) agree[i][bit] += equal >> bit & 1U;
+        if (bit < 31) own[i][bit] += (drawn[i] ^ drawn[i] >> 1) >> bit & 1U;
+      }
+  }
+  for (int i = 0; i < 3; ++i)
+    for (int bit = 0; bit < 32; ++bit) {
+      CHECK(std::fabs(bits[i][bit] - kKeys / 2.0) < kAllowed);
+      if (bit >= 8) CHECK(std::fabs(agree[i][bit] - kKeys / 2.0) < kAllowed);
+      if (bit < 31) CHECK(std::fabs(own[i][bit] - kKeys / 2.0) < kAllowed);
+    }
 }
 
 TEST(one_nonfinite_gradient_makes_nan_and_no_ordinary_number) {

@@ -104,6 +104,8 @@ struct CompactTile {
   std::uint64_t row_blocks;
 };
 
+// AdamW. For int8 with constants that are folded into one another, which changes last places only,
+// and without eps_root: another one than zero throws std::invalid_argument.
 void compact_update(CompactFormat format, const CompactTile& tile, const UpdateNumbers& numbers);
 
 // dst[i] = src[i] as bfloat16, rounded up in magnitude with the probability of its distance to the
