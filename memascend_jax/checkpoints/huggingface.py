@@ -4,15 +4,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from numpy.typing import NDArray
 
 from memascend_jax.checkpoints.model_files import ModelFiles
-from memascend_jax.checkpoints.safetensors_file import SafetensorsFile
+from memascend_jax.checkpoints.positioned_file import AHEAD_BYTES, read_ahead
+from memascend_jax.checkpoints.safetensors_file import SafetensorsFile, elements_of
 from memascend_jax.checkpoints.sampled_digest import sampled_digest
 from memascend_jax.checkpoints.source import PIECE_BYTES, CheckpointTensor
 from memascend_jax.errors import DataError
@@ -55,6 +57,22 @@ class HuggingFaceCheckpoint:
     def pieces(self, name: str, max_bytes: int = PIECE_BYTES) -> Iterator[tuple[int, NDArray[Any]]]:
         """Yields the tensor in blocks of whole rows; see ``source.Checkpoint``."""
         return self._file_of(name).pieces(name, max_bytes)
+
+    def stream(
+        self, sizes: Mapping[str, int], ahead_bytes: int = AHEAD_BYTES
+    ) -> Iterator[tuple[str, int, NDArray[Any]]]:
+        """Yields ``(name, first element, flat values)`` as ``pieces`` would for one name after the other.
+
+        What comes next is being read, across tensors and shards.
+
+        Args:
+            sizes: most bytes of a piece, by name.
+            ahead_bytes: how much is being read.
+        """
+        planned = chain.from_iterable(self._file_of(name).plan(name, size) for name, size in sizes.items())
+        for piece, stored in read_ahead(planned, ahead_bytes):
+            name, start = piece.tag
+            yield name, start, elements_of(stored, self.tensors[name].dtype)
 
     @property
     def chat_template(self) -> str | None:

@@ -11,7 +11,9 @@ import os
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +24,63 @@ from memascend_jax.units import round_up
 
 #: What offsets, lengths and addresses of direct reads are multiples of; no disk asks for more.
 _BLOCK = 4096
-#: Pieces that are being read while one is in use.
-_AHEAD = 3
+#: Bytes that are being read while a piece is in use, unless the caller says otherwise.
+AHEAD_BYTES = 24 << 20
+#: Less is read at once when it is asked for: it costs nothing, and needs no memory of its own.
+_SMALL_BYTES = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A range of a file to read; ``what`` names it in an error, ``tag`` tells the reader what it is."""
+
+    file: PositionedFile
+    offset: int
+    nbytes: int
+    what: str
+    tag: Any = None
+
+
+def cut(file: PositionedFile, offset: int, nbytes: int, step: int, what: str) -> Iterator[Piece]:
+    """Yields ``nbytes`` from ``offset`` in pieces of ``step`` bytes."""
+    for start in range(offset, offset + nbytes, step):
+        yield Piece(file, start, min(step, offset + nbytes - start), what)
+
+
+def read_ahead(
+    pieces: Iterator[Piece], ahead_bytes: int = AHEAD_BYTES
+) -> Iterator[tuple[Piece, NDArray[np.uint8]]]:
+    """Yields ``pieces`` of any files with what is in them, each in an array of its own, in order.
+
+    Args:
+        ahead_bytes: what is being read while one is in use; at least one piece.
+    """
+    buffers = ReusedBuffers(32)
+    flying: deque[tuple[Piece, NDArray[np.uint8], EngineTicket | None]] = deque()
+    n_bytes, more = 0, True
+    try:
+        while True:
+            while more and (not flying or n_bytes < ahead_bytes):
+                piece = next(pieces, None)
+                if piece is None:
+                    more = False
+                    break
+                flying.append((piece, *piece.file.begin(piece, buffers)))
+                n_bytes += piece.nbytes
+            if not flying:
+                return
+            piece, values, ticket = flying.popleft()
+            n_bytes -= piece.nbytes
+            if ticket is not None:
+                piece.file.finish(ticket, piece.what)
+            yield piece, values
+            del values
+    finally:
+        for _, _, ticket in flying:
+            if ticket is not None:
+                # What failed is told by the first that did.
+                with suppress(OSError):
+                    ticket.wait()
 
 
 class PositionedFile:
@@ -35,7 +92,6 @@ class PositionedFile:
         self.size = os.fstat(self._fd).st_size
         self._direct_fd = -1
         self._engine: Engine | None = None
-        self._buffers = ReusedBuffers()
 
     def read(self, offset: int, nbytes: int, what: str) -> bytearray:
         """Returns ``nbytes`` bytes from ``offset``; ``what`` names them in an error."""
@@ -46,35 +102,8 @@ class PositionedFile:
 
     def stream(self, offset: int, nbytes: int, step: int, what: str) -> Iterator[NDArray[np.uint8]]:
         """Yields ``nbytes`` bytes from ``offset`` in arrays of ``step``, each new; the next are being read."""
-        self._check_inside(offset, nbytes, what)
-        engine = self._direct_engine()
-        if engine is None:
-            for start in range(offset, offset + nbytes, step):
-                count = min(step, offset + nbytes - start)
-                yield np.frombuffer(self.read(start, count, what), np.uint8)
-                # It has been read; what is kept of it would push out what is read again.
-                os.posix_fadvise(self._fd, start, count, os.POSIX_FADV_DONTNEED)
-            return
-        starts = iter(range(offset, offset + nbytes, step))
-        flying: deque[tuple[int, NDArray[np.uint8], EngineTicket | None]] = deque()
-        try:
-            while True:
-                while len(flying) <= _AHEAD and (following := next(starts, None)) is not None:
-                    count = min(step, offset + nbytes - following)
-                    flying.append((following, *self._begin(engine, following, count, what)))
-                if not flying:
-                    return
-                start, memory, ticket = flying.popleft()
-                if ticket is not None:
-                    self._finish(ticket, what)
-                lead = start % _BLOCK
-                yield memory[lead : lead + min(step, offset + nbytes - start)]
-        finally:
-            for _, _, ticket in flying:
-                if ticket is not None:
-                    # What failed is told by the first that did.
-                    with suppress(OSError):
-                        ticket.wait()
+        for _, piece in read_ahead(iter(cut(self, offset, nbytes, step, what))):
+            yield piece
 
     def close(self) -> None:
         if self._engine is not None:
@@ -85,22 +114,27 @@ class PositionedFile:
                 os.close(descriptor)
         self._fd = self._direct_fd = -1
 
-    def _begin(
-        self, engine: Engine, start: int, count: int, what: str
-    ) -> tuple[NDArray[np.uint8], EngineTicket | None]:
-        """Starts reading the blocks that hold ``count`` bytes from ``start``; the file's last, partial one is read."""
-        first, end = start // _BLOCK * _BLOCK, start + count
-        memory = self._buffers.take(round_up(end - first, _BLOCK))
+    def begin(self, piece: Piece, buffers: ReusedBuffers) -> tuple[NDArray[np.uint8], EngineTicket | None]:
+        """Starts reading ``piece`` and returns where it will be, and what to ``finish`` first if anything."""
+        self._check_inside(piece.offset, piece.nbytes, piece.what)
+        engine = self._direct_engine() if piece.nbytes > _SMALL_BYTES else None
+        if engine is None:
+            read = np.frombuffer(self.read(piece.offset, piece.nbytes, piece.what), np.uint8)
+            # It has been read; what is kept of it would push out what is read again.
+            os.posix_fadvise(self._fd, piece.offset, piece.nbytes, os.POSIX_FADV_DONTNEED)
+            return read, None
+        lead, end = piece.offset % _BLOCK, piece.offset + piece.nbytes
+        first = piece.offset - lead
+        memory = buffers.take(round_up(end - first, _BLOCK))
+        # The file's last, partial block cannot be read directly.
         whole = min(round_up(end, _BLOCK), self.size // _BLOCK * _BLOCK)
         if whole < end:
-            tail = max(whole, first)
-            self._fill(memory[tail - first : end - first].data, tail, what)
-        if whole <= first:
-            return memory, None
+            self._fill(memory[whole - first : end - first].data, whole, piece.what)
         segment = np.array([[0, first, address_of(memory), whole - first]], np.int64)
-        return memory, engine.submit_read(segment, memory)
+        return memory[lead : lead + piece.nbytes], engine.submit_read(segment, memory)
 
-    def _finish(self, ticket: EngineTicket, what: str) -> None:
+    def finish(self, ticket: EngineTicket, what: str) -> None:
+        """Waits for what ``begin`` has started."""
         try:
             ticket.wait()
         except OSError as error:

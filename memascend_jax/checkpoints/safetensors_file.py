@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from memascend_jax.checkpoints.positioned_file import PositionedFile
+from memascend_jax.checkpoints.positioned_file import Piece, PositionedFile, read_ahead
 from memascend_jax.dtypes import SAFETENSORS_NAME, to_dtype
 from memascend_jax.errors import DataError
 
@@ -55,26 +55,29 @@ class SafetensorsFile:
 
     def pieces(self, name: str, max_bytes: int) -> Iterator[tuple[int, NDArray[Any]]]:
         """Yields ``(first element, flat values)`` in the file's dtype, of at most ``max_bytes`` or one row."""
+        for piece, stored in read_ahead(self.plan(name, max_bytes)):
+            yield piece.tag[1], elements_of(stored, self.tensors[name].dtype)
+
+    def plan(self, name: str, max_bytes: int) -> Iterator[Piece]:
+        """Yields what to read of a tensor for ``pieces``, tagged with the name and the first element."""
         tensor = self.tensors[name]
-        dtype, total = to_dtype(tensor.dtype), prod(tensor.shape)
+        size, total = to_dtype(tensor.dtype).itemsize, prod(tensor.shape)
         columns = tensor.shape[-1] if len(tensor.shape) > 1 else 1
-        step = max(1, max_bytes // (columns * dtype.itemsize)) * columns
-        start = 0
-        for stored in self.file.stream(
-            tensor.offset, total * dtype.itemsize, step * dtype.itemsize, f"tensor '{name}'"
-        ):
-            yield start, _elements(stored, dtype)
-            start += len(stored) // dtype.itemsize
+        step = max(1, max_bytes // (columns * size)) * columns
+        for start in range(0, total, step):
+            nbytes = min(step, total - start) * size
+            yield Piece(self.file, tensor.offset + start * size, nbytes, f"tensor '{name}'", (name, start))
 
     def close(self) -> None:
         self.file.close()
 
 
-def _elements(stored: NDArray[np.uint8], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """``stored`` as elements; copied where a header of odd length has left them between their boundaries."""
-    if stored.ctypes.data % dtype.itemsize:
+def elements_of(stored: NDArray[np.uint8], dtype: str) -> NDArray[Any]:
+    """Returns ``stored`` as elements; copied where a header of odd length has left them between their boundaries."""
+    kind = to_dtype(dtype)
+    if stored.ctypes.data % kind.itemsize:
         stored = stored.copy()
-    return stored.view(dtype)
+    return stored.view(kind)
 
 
 def header_bytes(tensors: list[tuple[str, str, tuple[int, ...]]]) -> bytes:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -106,3 +106,48 @@ def open_checkpoint(source: str | Path) -> Checkpoint:
         "(config.json, model.safetensors, tokenizer.json), a .gguf file, a store that memascend import made, a "
         "checkpoint of a run, or the name smollm2-135m."
     )
+
+
+def stream_pieces(
+    checkpoint: Checkpoint, sizes: Mapping[str, int], ahead_bytes: int | None = None
+) -> Iterator[tuple[str, int, NDArray[Any]]]:
+    """Yields ``(name, first element, flat values)`` of tensors one after the other, as ``Checkpoint.pieces`` does.
+
+    A Hugging Face folder reads what comes next meanwhile, across tensors.
+
+    Args:
+        sizes: most bytes of a piece, by name.
+        ahead_bytes: how much is being read; None: as much as serves.
+    """
+    from memascend_jax.checkpoints.huggingface import HuggingFaceCheckpoint
+
+    if isinstance(checkpoint, HuggingFaceCheckpoint):
+        yield from checkpoint.stream(sizes, **({} if ahead_bytes is None else {"ahead_bytes": ahead_bytes}))
+        return
+    for name, size in sizes.items():
+        for start, values in checkpoint.pieces(name, size):
+            yield name, start, values
+
+
+class PiecesInOrder:
+    """``pieces(name)`` of tensors that are asked for in the order ``names``, read ahead across them.
+
+    A tensor that is asked for out of order, or whose predecessor was not read to its end, is read alone.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, names: Sequence[str], max_bytes: int = PIECE_BYTES) -> None:
+        self._checkpoint = checkpoint
+        self._max_bytes = max_bytes
+        self._stream = stream_pieces(checkpoint, dict.fromkeys(names, max_bytes))
+        self._held = next(self._stream, None)
+
+    def __call__(self, name: str) -> Iterator[tuple[int, NDArray[Any]]]:
+        if self._held is None or self._held[0] != name or self._held[1] != 0:
+            yield from self._checkpoint.pieces(name, self._max_bytes)
+            return
+        while self._held is not None and self._held[0] == name:
+            _, start, values = self._held
+            self._held = None
+            yield start, values
+            del values
+            self._held = next(self._stream, None)

@@ -24,6 +24,7 @@ from memascend_jax.errors import DataError
 from memascend_jax.models.shapes import EMBED_NAME, LlamaConfig, check_tensors, tensor_shapes
 from memascend_jax.optim.state_format import tile_elements
 from memascend_jax.storage.device import PathLike
+from memascend_jax.storage.engine import ReusedBuffers
 from memascend_jax.storage.tensor_store import TensorSpec, TensorStore
 
 if TYPE_CHECKING:
@@ -118,6 +119,7 @@ class StoreCheckpoint:
 
     def __init__(self, paths: PathLike | Sequence[PathLike]) -> None:
         self._store = TensorStore.open(paths, read_only=True, direct_io="optional")
+        self._buffers = ReusedBuffers()
         try:
             where = ", ".join(self._store.paths)
             self._record = ModelRecord.decode(self._store.run_state, where)
@@ -141,7 +143,7 @@ class StoreCheckpoint:
         step = max(1, max_bytes // (columns * to_dtype(tensor.dtype).itemsize)) * columns
         total = prod(tensor.shape)
         for start in range(0, total, step):
-            yield start, self._store.read_elements(name, start, min(step, total - start))
+            yield start, self._store.read_elements(name, start, min(step, total - start), self._buffers)
 
     @property
     def chat_template(self) -> str | None:

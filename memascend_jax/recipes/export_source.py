@@ -30,6 +30,7 @@ from memascend_jax.optim.rounding import round_master, widen
 from memascend_jax.recipes.inputs import SMOLLM2, open_model
 from memascend_jax.recipes.stored_run import config_of, format_of, open_committed, run_of, without_data
 from memascend_jax.storage.device import resolve_paths
+from memascend_jax.storage.engine import ReusedBuffers
 from memascend_jax.storage.formatting import has_superblock
 from memascend_jax.storage.tensor_store import TensorStore
 from memascend_jax.training.stored_state import StoredState
@@ -121,14 +122,14 @@ def _of_store(paths: Sequence[str], stack: ExitStack) -> ExportSource:
         return _of_checkpoint(StoreCheckpoint(list(paths)), stack)
     store = stack.enter_context(open_committed(paths))
     run = run_of(store)
-    state = StoredState(store, format_of(run))
+    state, buffers = StoredState(store, format_of(run)), ReusedBuffers()
     model = open_model(without_data(config_of(run)))
     stack.callback(model.close)
 
     def read(name: str, start: int, n: int, dtype: str) -> NDArray[Any]:
         fmt = state.format_of(name)
         if dtype == fmt.param_dtype:
-            return store.read_elements(name, start, n)
+            return store.read_elements(name, start, n, buffers)
         return _rounded(name, master_of(fmt, state.read(name, start, n, masters_only=True)), dtype)
 
     shapes = tensor_shapes(model.config)

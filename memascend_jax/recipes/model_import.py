@@ -10,10 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memascend_jax.checkpoints.smollm2 import smollm2_135m_path
-from memascend_jax.checkpoints.source import Checkpoint, CheckpointTensor, open_checkpoint
+from memascend_jax.checkpoints.source import Checkpoint, CheckpointTensor, open_checkpoint, stream_pieces
 from memascend_jax.checkpoints.store_checkpoint import FILE_PREFIX, ModelRecord, file_array, model_specs
 from memascend_jax.dtypes import to_dtype
-from memascend_jax.errors import DataError
 from memascend_jax.observe.screen import Screen
 from memascend_jax.optim.rounding import round_master, widen
 from memascend_jax.recipes.inputs import SMOLLM2
@@ -25,6 +24,7 @@ from memascend_jax.storage.tile_stream import TileStream
 
 #: Tiles that are read at once, where they are whole rows.
 _TILES_PER_PIECE = 2
+_AHEAD_BYTES = 48 << 20
 
 
 def import_model(source: str, paths: Sequence[str], dtype: str | None, screen: Screen) -> dict[str, Any]:
@@ -77,24 +77,22 @@ def _pieces(
     checkpoint: Checkpoint, tensors: dict[str, CheckpointTensor], store: TensorStore
 ) -> Iterator[tuple[str, int, NDArray[Any]]]:
     """Every tensor in runs of whole tiles."""
-    for name, tensor in tensors.items():
-        total, tile = _elements(tensor), store.spec(name).tile_elements or 1
-        held: list[NDArray[Any]] = []
-        start = n_held = 0
-        nbytes = _TILES_PER_PIECE * tile * to_dtype(checkpoint.tensors[name].dtype).itemsize
-        for _, values in checkpoint.pieces(name, nbytes):
-            piece = values if values.dtype.name == tensor.dtype else round_master(widen(values), tensor.dtype)
-            held.append(piece)
-            n_held += piece.size
-            whole = n_held if start + n_held == total else n_held // tile * tile
-            if whole:
-                joined = held[0] if len(held) == 1 else np.concatenate(held)
-                yield name, start, joined[:whole]
-                start += whole
-                held = [joined[whole:]] if whole < n_held else []
-                n_held -= whole
-        if start != total:
-            raise DataError(f"tensor '{name}' ended after {start + n_held:,} of {total:,} elements")
+    tiles = {name: store.spec(name).tile_elements or 1 for name in tensors}
+    sizes = {
+        name: _TILES_PER_PIECE * tiles[name] * to_dtype(tensor.dtype).itemsize
+        for name, tensor in checkpoint.tensors.items()
+    }
+    held: list[NDArray[Any]] = []
+    for name, start, values in stream_pieces(checkpoint, sizes, _AHEAD_BYTES):
+        dtype, end = tensors[name].dtype, start + values.size
+        held.append(values if values.dtype.name == dtype else round_master(widen(values), dtype))
+        n_held = sum(part.size for part in held)
+        whole = n_held if end == _elements(tensors[name]) else n_held // tiles[name] * tiles[name]
+        if whole:
+            # A piece is whole tiles where these are whole rows, so that there is nothing to join.
+            joined = held[0] if len(held) == 1 else np.concatenate(held)
+            held = [joined[whole:]] if whole < n_held else []
+            yield name, end - n_held, joined[:whole]
 
 
 def _elements(tensor: CheckpointTensor) -> int:

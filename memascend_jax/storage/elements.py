@@ -15,7 +15,7 @@ from memascend_jax.errors import StoreError
 from memascend_jax.storage.batch import Batch, Requests, checked_span, out_of_range
 from memascend_jax.storage.bounce import Bounce
 from memascend_jax.storage.checksum import crc32c_array, crc32c_many, unit_pieces
-from memascend_jax.storage.engine import EngineTicket, address_of, aligned_buffer
+from memascend_jax.storage.engine import EngineTicket, ReusedBuffers, address_of, aligned_buffer
 from memascend_jax.storage.ticket import Ticket
 from memascend_jax.storage.tile_io import TileIo
 from memascend_jax.storage.tile_table import StoredTensor
@@ -60,8 +60,13 @@ def write_elements(
             _write_small_tiles(io, bounce, tensor, first, tiles, raw)
 
 
-def read_elements(io: TileIo, tensor: StoredTensor, start: int, count: int) -> npt.NDArray[Any]:
-    """Returns ``count`` elements from ``start`` as a new 1-D array, each tile that is whole in it checked.
+def read_elements(
+    io: TileIo, tensor: StoredTensor, start: int, count: int, buffers: ReusedBuffers | None = None
+) -> npt.NDArray[Any]:
+    """Returns ``count`` elements from ``start`` as a 1-D array, each tile that is whole in it checked.
+
+    Args:
+        buffers: where its memory comes from; None: new memory.
 
     Raises:
         StoreError: out of range, never written, or a checksum does not match.
@@ -74,7 +79,8 @@ def read_elements(io: TileIo, tensor: StoredTensor, start: int, count: int) -> n
     per_block = layout.block_bytes // layout.itemsize
     aligned_start = start // per_block * per_block
     span = checked_span(tensor, aligned_start, start + count - aligned_start)
-    into = aligned_buffer(round_up(span.nbytes, layout.block_bytes))
+    nbytes = round_up(span.nbytes, layout.block_bytes)
+    into = aligned_buffer(nbytes) if buffers is None else buffers.take(nbytes)
     requests = Requests()
     requests.reads.append((tensor, span, address_of(into)))
     io.submit(requests, into, check=True).wait()

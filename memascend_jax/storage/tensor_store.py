@@ -24,6 +24,7 @@ from memascend_jax.storage.capacity import bytes_needed
 from memascend_jax.storage.commit import Committer
 from memascend_jax.storage.creation import CreationPlan, Weights
 from memascend_jax.storage.device import PathLike, resolve_paths
+from memascend_jax.storage.engine import ReusedBuffers
 from memascend_jax.storage.inspection import describe
 from memascend_jax.storage.ladder import Fallback, fallbacks, report
 from memascend_jax.storage.options import IoArguments, IoCounters, IoOptions
@@ -451,12 +452,17 @@ class TensorStore:
             )
         elements.write_elements(self._io, self._bounce, tensor, start, values.reshape(-1))
 
-    def read_elements(self, name: str, start: int, n_elements: int) -> npt.NDArray[Any]:
-        """Returns ``n_elements`` of the flattened ``name`` from ``start`` as a new array.
+    def read_elements(
+        self, name: str, start: int, n_elements: int, buffers: ReusedBuffers | None = None
+    ) -> npt.NDArray[Any]:
+        """Returns ``n_elements`` of the flattened ``name`` from ``start`` as an array, in memory of its own.
 
         The checksum of each tile (each group of rows of a row-accessed tensor) that is read whole is compared.
+
+        Args:
+            buffers: where the memory comes from, for one large piece after the other; None: it is new.
         """
-        return elements.read_elements(self._io, self._tensor(name), start, n_elements)
+        return elements.read_elements(self._io, self._tensor(name), start, n_elements, buffers)
 
     def read_rows(self, name: str, rows_wanted: npt.NDArray[np.int64], out: npt.NDArray[Any]) -> None:
         """Fills ``out[i]`` with row ``rows_wanted[i]``; rows may repeat and come in any order.

@@ -18,6 +18,7 @@ from memascend_jax.dtypes import to_dtype
 from memascend_jax.errors import StoreError
 from memascend_jax.optim.format_conversion import TileState
 from memascend_jax.optim.state_format import MASTER, RESIDUAL, Leaf, StateFormat
+from memascend_jax.storage.engine import ReusedBuffers
 from memascend_jax.storage.tensor_store import TensorSpec, TensorStore
 from memascend_jax.storage.tile_stream import TileStream
 
@@ -26,6 +27,8 @@ class StoredState:
     """The parameters of ``store`` and their state in ``fmt``; None: parameters alone, each in a type of its own.
 
     A parameter without any leaf is frozen: it has no state. Names of parameters have no ``#``.
+
+    Threading: one thread reads.
 
     Attributes:
         parameters: names in the order in which they were declared.
@@ -38,6 +41,7 @@ class StoredState:
     def __init__(self, store: TensorStore, fmt: StateFormat | None) -> None:
         self._format = fmt
         self._store = store
+        self._buffers = ReusedBuffers(16)
         names = store.names()
         leaves = () if fmt is None else fmt.leaves
         self.parameters = [name for name in names if "#" not in name]
@@ -90,11 +94,11 @@ class StoredState:
         }
         if masters_only and fmt.has_master:
             return TileState(np.empty(0, to_dtype(fmt.param_dtype)), leaves)
-        return TileState(self._store.read_elements(name, start, n), leaves)
+        return TileState(self._store.read_elements(name, start, n, self._buffers), leaves)
 
     def _read_leaf(self, name: str, leaf: Leaf, start: int, n: int) -> NDArray[Any]:
         if leaf.per == 1:
-            return self._store.read_elements(name + leaf.suffix, start, n)
+            return self._store.read_elements(name + leaf.suffix, start, n, self._buffers)
         tile, end = self.tile_elements(name), start + n
         parts = []
         while start < end:
