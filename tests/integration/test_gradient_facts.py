@@ -34,7 +34,6 @@ def square(gradients, names):
     ("tied", "groups", "settings"),
     [
         ("true", "[]", ["model.compute_dtype=float32"]),
-        ("false", "[{match: 'layers[.]0[.]', frozen: true}]", ["model.compute_dtype=float32"]),
         ("false", "[{match: 'embed|layers[.]0[.]', frozen: true}]", ["model.compute_dtype=float32"]),
     ],
 )
@@ -67,7 +66,7 @@ def test_norms_and_noise_are_those_of_whole_gradients(tmp_path, tied, groups, se
     assert result.noise.square == pytest.approx((3 * big - scattered) / 2, rel=10 * TOLERANCE)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_asking_for_them_changes_no_bit_of_the_training(tmp_path, dtype):
     made = {}
     for name, asked in (("plain", LOGGED[2:]), ("logged", LOGGED)):
@@ -100,8 +99,9 @@ def test_layer_decay_equals_an_optax_loop_with_a_rate_per_layer(tmp_path):
         "model.compute_dtype=float32",
         "model.config.tie_word_embeddings=false",
         "optimizer.weight_decay=0.1",
+        "optimizer.learning_rate=1e-4",
         "optimizer.layer_decay=0.6",
-        "optimizer.groups=[{match: 'layers[.]1[.]mlp', learning_rate: 3e-4, weight_decay: 0.1}]",
+        "optimizer.groups=[{match: 'layers[.]1[.]mlp', learning_rate: 3e-5, weight_decay: 0.1}]",
         total_steps=20,
     ) as run:
         masters = {name: run.tensor(name) for name in run.names()}

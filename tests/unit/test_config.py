@@ -315,7 +315,7 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
             "model.compute_dtype=float16 needs optimizer.state_format=fp32",
         ),
         (["optimizer.groups=[{match: '['}]"], "not a regular expression"),
-        (["optimizer.groups=[{match: norm, frozen: true}]"], "unknown key 'optimizer.groups[0].frozen'"),
+        (["optimizer.groups=[{match: norm, forzen: true}]"], "unknown key 'optimizer.groups[0].forzen'"),
         (["offload.store=[a, a]"], "names 'a' twice"),
         (["checkpoint.keep_best=1"], "checkpoint.every saves none"),
         (["checkpoint.keep_best=1", "checkpoint.every=4"], "multiple of train.eval_every, which is 0"),

@@ -12,7 +12,7 @@ from tiny_checkpoints import hf_config, random_tensors, write_folder
 
 from memascend_jax.config import load_config
 from memascend_jax.errors import DataError
-from memascend_jax.models.shapes import LlamaConfig, tensor_shapes
+from memascend_jax.models.shapes import tensor_shapes
 from memascend_jax.recipes import finetune
 from memascend_jax.recipes.inputs import ModelSource, open_model
 from memascend_jax.recipes.weight_range import check_weight_range, needs_look
@@ -22,7 +22,7 @@ NAME = "model.layers.1.mlp.down_proj.weight"
 
 def model_with(folder: Path, value: float, dtype: Any = np.float32) -> Path:
     shape = hf_config()
-    tensors = random_tensors(LlamaConfig.from_hf(shape), dtype)
+    tensors = random_tensors(shape, dtype)
     with np.errstate(over="ignore"):
         tensors[NAME].reshape(-1)[7] = value
     return write_folder(folder, shape, tensors)
@@ -42,7 +42,7 @@ def look(folder: Path) -> list[str]:
 
 
 def test_what_rounds_to_the_largest_float16_is_taken(tmp_path: Path) -> None:
-    seen = look(model_with(tmp_path, -65519.0))
+    seen = look(model_with(tmp_path / "model", -65519.0))
     assert NAME in seen and len(seen) == len(set(seen))
 
 
@@ -52,7 +52,7 @@ def test_what_rounds_to_the_largest_float16_is_taken(tmp_path: Path) -> None:
 )
 def test_what_is_beyond_is_refused_with_its_size(tmp_path: Path, value: float, expected: str) -> None:
     with pytest.raises(DataError, match=rf"'{NAME}' has .*{expected}.*Use model.compute_dtype=bfloat16"):
-        look(model_with(tmp_path, value))
+        look(model_with(tmp_path / "model", value))
 
 
 def test_only_float16_weights_that_were_not_float16_are_looked_at(tmp_path: Path) -> None:
