@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -21,7 +23,9 @@ from memascend_jax.data.batches import BatchOrder
 from memascend_jax.data.packing import PackedExamples
 from memascend_jax.errors import ConfigError, StoppedError, StoreError
 from memascend_jax.observe.metrics import read_lines
+from memascend_jax.observe.report import read_run
 from memascend_jax.recipes import finetune
+from memascend_jax.storage.endurance import expected_life
 from memascend_jax.storage.tensor_store import TensorStore
 from memascend_jax.training.loop import StepData
 from memascend_jax.training.run_state import RunState
@@ -47,10 +51,10 @@ def stop_after(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def start(step: int, folder: Path, *settings: str) -> None:
         after_step = finetune._after_step
 
-        def signalled(job: finetune.Run, session: object, state: RunState) -> RunState:
+        def signalled(job: finetune.Run, session: Any, trainer: Any, state: RunState) -> RunState:
             if state.step == step:
                 os.kill(os.getpid(), signal.SIGTERM)
-            return after_step(job, session, state)  # type: ignore[arg-type]
+            return after_step(job, session, trainer, state)
 
         with monkeypatch.context() as patch, pytest.raises(StoppedError):
             patch.setattr(finetune, "_after_step", signalled)
@@ -126,6 +130,23 @@ def test_a_signal_in_an_evaluation_breaks_it_off_and_it_is_done_after_the_resume
     assert go(folder, *CONSTANT) == 0
     assert evaluations == 7
     check_same(folder, undisturbed)
+
+
+def test_a_clock_that_jumps_changes_nothing(
+    tmp_path: Path, undisturbed: Outcome, stop_after: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forth by days and back again at every look, before the epoch too; as a machine without a battery does."""
+    jumps = itertools.cycle([0.0, 1e6, -3e9, 5e9, 1.0])
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + next(jumps))
+    folder = tmp_path / "run"
+    stop_after(4, folder, *CONSTANT, "run.trace=true")
+    assert go(folder, *CONSTANT) == 0
+    check_same(folder, undisturbed)
+    assert all(0 < line["step_seconds"] < 300 for line in read_lines(folder / "metrics.jsonl"))
+    assert read_run(folder)["status"]["state"] == "done"
+    with TensorStore.open([folder / "memascend.store"], read_only=True, direct_io="optional") as store:
+        assert expected_life(store.inspect(), [1.0])[0]["bytes_written"] > 0
 
 
 class Indices:

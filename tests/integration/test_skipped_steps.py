@@ -194,10 +194,10 @@ def test_a_resumed_run_goes_on_with_its_scale(tmp_path, monkeypatch, capfd):
         if stops:
             after_step = finetune._after_step
 
-            def stop_at_four(job, session, state, after_step=after_step):
+            def stop_at_four(job, session, trainer, state, after_step=after_step):
                 if state.step == 4:
                     os.kill(os.getpid(), signal.SIGTERM)
-                return after_step(job, session, state)
+                return after_step(job, session, trainer, state)
 
             with monkeypatch.context() as patch, pytest.raises(StoppedError):
                 patch.setattr(finetune, "_after_step", stop_at_four)

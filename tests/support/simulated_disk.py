@@ -12,6 +12,7 @@ import ctypes
 import errno
 import itertools
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,8 @@ class SimulatedDisk:
         self._durable: dict[str, bytearray] = {}
         self._unflushed: list[Sector] = []
         self._lengths: dict[str, int] = {}
+        #: A store is written by several threads, and flushed by one of them.
+        self._lock = threading.Lock()
 
     def engine(self, fds: Sequence[int]) -> SimulatedEngine:
         return SimulatedEngine(self, fds)
@@ -62,12 +65,17 @@ class SimulatedDisk:
             self._durable[path] = bytearray(Path(path).read_bytes())
 
     def wrote(self, path: str, offset: int, data: bytes) -> None:
-        for begin in range(0, len(data), SECTOR):
-            self._unflushed.append(Sector(path, offset + begin, data[begin : begin + SECTOR]))
+        pieces = [
+            Sector(path, offset + begin, data[begin : begin + SECTOR])
+            for begin in range(0, len(data), SECTOR)
+        ]
+        with self._lock:
+            self._unflushed += pieces
 
     def flushed(self) -> None:
-        self._apply(self._unflushed)
-        self._unflushed = []
+        with self._lock:
+            self._apply(self._unflushed)
+            self._unflushed = []
 
     @property
     def unflushed(self) -> int:
