@@ -103,7 +103,7 @@ class ModelFiles:
             return None
         try:
             value = json.loads(content)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"cannot read '{self.where}/{name}': it is not JSON: {error}") from error
         if not isinstance(value, dict):
             raise self.fault(f"{name} is not a JSON object")

@@ -109,7 +109,7 @@ def _read_header(file: PositionedFile) -> dict[str, StoredTensor]:
         entries = json.loads(bytes(file.read(8, length, "the safetensors header")), object_pairs_hook=_unique)
         entries.pop("__metadata__", None)
         tensors = {name: _stored_tensor(entry, 8 + length) for name, entry in entries.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"cannot read '{file.path}': its header is malformed: {error}") from error
     _check_places(file, tensors, 8 + length)
     return tensors

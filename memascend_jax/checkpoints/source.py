@@ -132,22 +132,29 @@ def stream_pieces(
 class PiecesInOrder:
     """``pieces(name)`` of tensors that are asked for in the order ``names``, read ahead across them.
 
-    A tensor that is asked for out of order, or whose predecessor was not read to its end, is read alone.
+    Asking for the first one begins anew. One that is asked for out of order, or whose predecessor was not read to its
+    end, is read alone.
     """
 
     def __init__(self, checkpoint: Checkpoint, names: Sequence[str], max_bytes: int = PIECE_BYTES) -> None:
         self._checkpoint = checkpoint
+        self._names = tuple(names)
         self._max_bytes = max_bytes
-        self._stream = stream_pieces(checkpoint, dict.fromkeys(names, max_bytes))
-        self._held = next(self._stream, None)
+        self._stream: Iterator[tuple[str, int, NDArray[Any]]] = iter(())
+        self._held: tuple[str, int, NDArray[Any]] | None = None
 
     def __call__(self, name: str) -> Iterator[tuple[int, NDArray[Any]]]:
-        if self._held is None or self._held[0] != name or self._held[1] != 0:
+        """Yields ``(first element, flat values)`` of one tensor; see ``Checkpoint.pieces``."""
+        if self._names[:1] == (name,):
+            self._stream = stream_pieces(self._checkpoint, dict.fromkeys(self._names, self._max_bytes))
+            self._held = next(self._stream, None)
+        if self._held is None or self._held[:2] != (name, 0):
             yield from self._checkpoint.pieces(name, self._max_bytes)
             return
         while self._held is not None and self._held[0] == name:
             _, start, values = self._held
             self._held = None
             yield start, values
+            # Its memory is used again once the caller has let go of it too.
             del values
             self._held = next(self._stream, None)

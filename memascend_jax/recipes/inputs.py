@@ -13,12 +13,12 @@ from memascend_jax.checkpoints.random_init import random_pieces
 from memascend_jax.checkpoints.resized import ResizedCheckpoint
 from memascend_jax.checkpoints.saved_model import SavedModel
 from memascend_jax.checkpoints.smollm2 import smollm2_135m_path
-from memascend_jax.checkpoints.source import Checkpoint, open_checkpoint
+from memascend_jax.checkpoints.source import Checkpoint, PiecesInOrder, open_checkpoint
 from memascend_jax.config import Config
 from memascend_jax.data.dataset import Dataset, build_dataset
 from memascend_jax.data.tokenize import Coder
 from memascend_jax.errors import ConfigError, DataError
-from memascend_jax.models.shapes import LlamaConfig
+from memascend_jax.models.shapes import LlamaConfig, tensor_shapes
 from memascend_jax.units import MIB
 
 SMOLLM2 = "smollm2-135m"
@@ -68,15 +68,16 @@ def open_model(config: Config) -> ModelSource:
             f"data.seq_len={config.data.seq_len} is more than the {shape.max_position_embeddings} positions of "
             f"the model in {source!r}"
         )
+    pieces = PiecesInOrder(checkpoint, [tensor.name for tensor in tensor_shapes(shape)], _PIECE_BYTES)
     if not has_tokenizer:
         if config.data.source != RANDOM:
             raise DataError(
                 f"data.source={config.data.source} needs a tokenizer, which the model in {source!r} has not: it began "
                 "as random weights. Use random data"
             )
-        return ModelSource(shape, checkpoint, None, lambda name: checkpoint.pieces(name, _PIECE_BYTES))
+        return ModelSource(shape, checkpoint, None, pieces)
     coder = Coder(checkpoint.tokenizer(), checkpoint.chat_template, checkpoint.special_ids)
-    return ModelSource(shape, checkpoint, coder, lambda name: checkpoint.pieces(name, _PIECE_BYTES))
+    return ModelSource(shape, checkpoint, coder, pieces)
 
 
 def _with_vocabulary(checkpoint: Checkpoint, config: Config) -> Checkpoint:

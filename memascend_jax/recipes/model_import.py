@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -49,7 +50,12 @@ def import_model(source: str, paths: Sequence[str], dtype: str | None, screen: S
         }
         files = checkpoint.export_files()
         specs = model_specs(tensors, files)
-        with new_store(specs, resolve_paths(paths), screen) as (store, nbytes):
+        # Hundreds of small reads of the digest are no hindrance beside the large ones.
+        with (
+            ThreadPoolExecutor(1) as beside,
+            new_store(specs, resolve_paths(paths), screen) as (store, nbytes),
+        ):
+            digest = beside.submit(lambda: checkpoint.digest)
             with screen.progress("reading the model", len(tensors)) as advance, TileStream(store) as stream:
                 for name, start, values in ahead(_pieces(checkpoint, tensors, store)):
                     stream.write(name, start, values)
@@ -57,7 +63,7 @@ def import_model(source: str, paths: Sequence[str], dtype: str | None, screen: S
                         advance(name)
             for name, content in files.items():
                 store.write_elements(FILE_PREFIX + name, 0, file_array(content))
-            store.commit(ModelRecord(checkpoint.config, source, checkpoint.digest).encode())
+            store.commit(ModelRecord(checkpoint.config, source, digest.result()).encode())
         return {
             "paths": resolve_paths(paths),
             "bytes": nbytes,

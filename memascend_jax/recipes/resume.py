@@ -23,7 +23,7 @@ from memascend_jax.models.shapes import LlamaConfig
 from memascend_jax.recipes.parameter_groups import frozen_tensors
 from memascend_jax.storage.tensor_store import TensorSpec
 from memascend_jax.training.run_state import RunState
-from memascend_jax.units import counted
+from memascend_jax.units import counted, format_bytes
 
 #: Which digest of ``content_digests`` a key's value stands for.
 _CONTENT_OF = {"model.source": "model", "data.source": "train", "data.eval_source": "held_out"}
@@ -39,6 +39,7 @@ class Found:
     Attributes:
         specs: the tensors that the store holds, by name.
         changes: the settings that change the training and are others now, those that only name contents left out.
+        scratch_bytes: room in the store for what a step puts away.
     """
 
     state: RunState
@@ -48,6 +49,7 @@ class Found:
     durability: str
     specs: Mapping[str, TensorSpec]
     changes: tuple[Change, ...] = ()
+    scratch_bytes: int = 0
 
     @property
     def where(self) -> str:
@@ -126,6 +128,20 @@ def check_tensors(found: Found, specs: Sequence[TensorSpec]) -> None:
         )
 
 
+def check_scratch(found: Found, needed_bytes: int) -> None:
+    """Returns when the store has room for what a step puts away: a smaller budget or a larger batch may need more.
+
+    Raises:
+        StoreError: it has not, and a store does not grow.
+    """
+    if needed_bytes > found.scratch_bytes:
+        raise StoreError(
+            f"{found.where} was made with {format_bytes(found.scratch_bytes)} for the gradients and stage inputs of a "
+            f"step, but with these settings a step needs {format_bytes(needed_bytes)}; nothing was changed. Give the "
+            "run as much offload.host_memory as before or more, or the batch that it had"
+        )
+
+
 def content_digests(shape: LlamaConfig, data: Dataset) -> dict[str, str]:
     """Returns digests of the model's shape, and of the tokens that are trained and held out."""
     # A field that a later version adds has its default in every model that this version knows.
@@ -190,7 +206,9 @@ def _check_format(found: Found, config: Config) -> None:
     if held != asked:
         raise StoreError(
             f"{found.where} holds a run with optimizer.state_format={held}, not {asked}; nothing was "
-            f"changed. Use optimizer.state_format={held} to go on, or another run.dir or offload.store to start anew"
+            f"changed. Use optimizer.state_format={held} to go on, put the run into the other "
+            f"(memascend store convert {' '.join(found.paths)} --state-format {asked}), or another run.dir or "
+            "offload.store to start anew"
         )
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from memascend_jax.storage.ticket import Ticket
 
 #: Bytes on their way that are waited for before more are sent.
-_IN_FLIGHT_BYTES = 32 << 20
+_IN_FLIGHT_BYTES = 96 << 20
 
 
 class TileStream:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tiny_checkpoints import hf_config, random_tensors, read_whole, write_folder
 
-from memascend_jax.checkpoints.source import open_checkpoint
+from memascend_jax.checkpoints.source import PiecesInOrder, open_checkpoint
 from memascend_jax.errors import DataError
 
 
@@ -182,3 +182,23 @@ def test_an_absurd_number_of_layers_is_refused_at_once(tmp_path):
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 10**9}))
     with pytest.raises(DataError, match="its config says 1,000,000,000 layers, but it has 20 tensors only"):
         open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("max_bytes", [1000, 50_000, 1 << 20])
+def test_tensors_that_follow_each_other_are_read_ahead_and_the_same(tmp_path, max_bytes):
+    config = hf_config(tie_word_embeddings=False)
+    tensors = random_tensors(config)
+    checkpoint = open_checkpoint(write_folder(tmp_path / "model", config, tensors, shards=3))
+    names = list(checkpoint.tensors)
+    pieces = PiecesInOrder(checkpoint, names, max_bytes)
+
+    def whole(name):
+        return np.concatenate([values.copy() for _, values in pieces(name)]).reshape(tensors[name].shape)
+
+    # Twice in order, and once not; one of them is given up half way.
+    for name in [*names, *names[:3], names[5], names[4], *names]:
+        np.testing.assert_array_equal(whole(name), tensors[name])
+    next(pieces(names[0]))
+    for name in names[1:4]:
+        np.testing.assert_array_equal(whole(name), tensors[name])
+    checkpoint.close()
