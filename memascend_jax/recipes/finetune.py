@@ -45,6 +45,7 @@ from memascend_jax.recipes.planning import plan_config
 from memascend_jax.recipes.resume import (
     Found,
     check_contents,
+    check_scratch,
     check_tensors,
     content_digests,
     notes,
@@ -226,6 +227,7 @@ def _load(config: Config, stack: ExitStack) -> Run:
     job = Run(config, folder, screen, model, data, plan, _total_steps(config, data, state), state, origin)
     if found is not None and not job.is_complete:
         check_tensors(found, plan.specs)
+        check_scratch(found, plan.scratch_bytes)
     if found is None and state.step >= job.total_steps:
         raise ConfigError(
             f"the checkpoint is of step {state.step}, and the run ends at step {job.total_steps}: nothing would be "

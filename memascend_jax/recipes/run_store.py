@@ -46,6 +46,7 @@ def find_run(config: Config) -> Found | None:
         generation, data, dirty = store.generation, store.run_state, store.dirty
         store_id, durability = store.store_id, store.durability
         specs = {name: store.spec(name) for name in store.names()}
+        scratch_bytes = int(store.inspect()["scratch_bytes"])
     if not data and generation == 0:
         # Created, but interrupted before its first commit: nothing is lost by starting over.
         return None
@@ -62,7 +63,8 @@ def find_run(config: Config) -> Found | None:
     if dirty:
         raise dirty_store(paths, generation, data)
     state = RunState.decode(data, ", ".join(paths))
-    return check_settings(Found(state, generation, store_id, tuple(paths), durability, specs), config)
+    found = Found(state, generation, store_id, tuple(paths), durability, specs, scratch_bytes=scratch_bytes)
+    return check_settings(found, config)
 
 
 def durability_note(config: Config, plan: RunPlan, store: TensorStore) -> str | None:

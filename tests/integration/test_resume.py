@@ -25,6 +25,7 @@ from memascend_jax.errors import ConfigError, StoppedError, StoreError
 from memascend_jax.observe.metrics import read_lines
 from memascend_jax.observe.report import read_run
 from memascend_jax.recipes import finetune
+from memascend_jax.recipes.resume import Found, check_scratch
 from memascend_jax.storage.endurance import expected_life
 from memascend_jax.storage.tensor_store import TensorStore
 from memascend_jax.training.loop import StepData
@@ -249,6 +250,13 @@ def test_a_state_that_does_not_fit_cannot_be_allowed(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"there is no store at"):
         go(folder, "run.resume=required", f"offload.store=[{tmp_path}/none]", steps=3)
     assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
+
+
+def test_settings_for_which_the_store_has_no_room_to_put_things_away_are_refused() -> None:
+    found = Found(RunState(3, {}, 0), 4, "", ("/s",), "step", {}, scratch_bytes=380 << 10)
+    check_scratch(found, 380 << 10)
+    with pytest.raises(StoreError, match=r"/s was made with 380\.00 KiB for .* a step needs 6\.00 MiB"):
+        check_scratch(found, 6 << 20)
 
 
 def test_a_store_keeps_its_durability(tmp_path: Path) -> None:
