@@ -110,7 +110,7 @@ def _optimizer(config: Config) -> Iterator[Finding]:
         for key in ("learning_rate", "weight_decay"):
             if group.frozen and getattr(group, key) is not None:
                 yield (
-                    (f"optimizer.groups[{index}].{key}", f"optimizer.groups[{index}].frozen"),
+                    ("optimizer.groups",),
                     f"optimizer.groups[{index}] is frozen: true, but has a {key}, which nothing would obey; leave one"
                     " of the two out",
                 )

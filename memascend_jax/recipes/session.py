@@ -91,6 +91,7 @@ def open_session(
         with suppress(Exception):
             placement.close()
         raise
+    model.close()
     placement.close()
     pool.close()
     transfer.close()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from memascend_jax.models.shapes import EMBED_NAME
@@ -45,6 +46,25 @@ class BackwardReach:
 
     def _position(self, key: StageKey) -> int:
         return key.index if key.kind == LAYER else self.n_layers + (key.kind == HEAD)
+
+
+def staying_stages(
+    layout: ModelLayout, capacity: Mapping[str, int], prefetch_depth: int
+) -> frozenset[StageKey]:
+    """Returns the frozen stages that stay in memory between steps, where slots can be spared for them.
+
+    A stage is frozen when all of it is. Those that read ahead keep their slots, unless all stages of the kind have one.
+    What the backward needs too is read twice in a step, and comes first.
+    """
+    reach = backward_reach(layout)
+    chosen: list[StageKey] = []
+    for kind, slots in capacity.items():
+        keys = [key for key in layout.stage_parts if key.kind == kind]
+        frozen = [key for key in keys if not layout.trained_parts(key)]
+        room = slots if slots >= len(keys) else slots - (prefetch_depth + 1)
+        frozen.sort(key=lambda key: (not reach.includes(key), key.index))
+        chosen += frozen[: max(room, 0)]
+    return frozenset(chosen)
 
 
 def backward_reach(layout: ModelLayout) -> BackwardReach:

@@ -19,13 +19,13 @@ from memascend_jax.models.shapes import EMBED_NAME
 from memascend_jax.observe import trace
 from memascend_jax.observe.step_clock import StepClock
 from memascend_jax.training.backward import Backward
-from memascend_jax.training.backward_reach import backward_reach
+from memascend_jax.training.backward_reach import backward_reach, staying_stages
 from memascend_jax.training.batch_rows import BatchRows, collect_rows
 from memascend_jax.training.device_batch import DeviceBatch
 from memascend_jax.training.gradients import StepGradients
 from memascend_jax.training.model_layout import ModelLayout
 from memascend_jax.training.placement import Placement
-from memascend_jax.training.prefetch import Prefetcher
+from memascend_jax.training.prefetch import Prefetcher, StayingStages
 from memascend_jax.training.rows_ahead import RowsAhead
 from memascend_jax.training.stage_functions import StageFunctions
 from memascend_jax.training.stage_inputs import StageInputs
@@ -33,7 +33,6 @@ from memascend_jax.training.stage_schedule import (
     HEAD,
     LAYER,
     NORM,
-    Action,
     StageKey,
     forward_sequence,
     plan_actions,
@@ -74,9 +73,16 @@ class StreamedModel:
         #: How far down a backward goes.
         self.reach = backward_reach(layout)
         self._training = training_sequence(layout.n_layers, layout.n_head_tiles, self.reach.lowest)
-        self._training_actions = plan_actions(self._training, capacity, prefetch_depth)
         self._forward = forward_sequence(layout.n_layers, layout.n_head_tiles)
-        self._forward_actions = plan_actions(self._forward, capacity, prefetch_depth)
+        self._staying = StayingStages(staying_stages(layout, capacity, prefetch_depth))
+        # Before the frozen stages that stay are in memory, and since.
+        self._actions = {
+            (kind, are_there): plan_actions(
+                sequence, capacity, prefetch_depth, staying=self._staying.keys, are_there=are_there
+            )
+            for kind, sequence in (("training", self._training), ("forward", self._forward))
+            for are_there in (False, True)
+        }
 
     def loss_and_gradients(
         self,
@@ -100,7 +106,7 @@ class StreamedModel:
         n_trained = sum(float(micro_batch.weights.sum()) for micro_batch in micro_batches)
         scale = self.functions.put(np.asarray(loss_scale / n_trained, np.float32))
         gradients = StepGradients(self.placement)
-        with self._prefetcher(self._training, self._training_actions) as stages:
+        with self._prefetcher("training", self._training) as stages:
             batches, xs = self._embed(micro_batches, rows)
             for index in range(self.layout.n_layers):
                 outputs = self._layer_forward(stages, index, batches, xs)
@@ -135,7 +141,7 @@ class StreamedModel:
     def evaluate(self, micro_batches: Sequence[Microbatch]) -> tuple[float, float]:
         """Returns the summed loss over the trained tokens of ``micro_batches`` and their count, in one pass."""
         rows = collect_rows(micro_batches, self.layout.config.vocab_size)
-        with self._prefetcher(self._forward, self._forward_actions) as stages:
+        with self._prefetcher("forward", self._forward) as stages:
             batches, xs = self._embed(micro_batches, rows)
             for index in range(self.layout.n_layers):
                 xs = self._layer_forward(stages, index, batches, xs)
@@ -146,10 +152,15 @@ class StreamedModel:
 
     def forward_stages(self) -> Prefetcher:
         """Returns a prefetcher over one forward pass, for callers that run the stages themselves."""
-        return self._prefetcher(self._forward, self._forward_actions)
+        return self._prefetcher("forward", self._forward)
 
-    def _prefetcher(self, sequence: Sequence[StageKey], actions: Sequence[Action]) -> Prefetcher:
-        return Prefetcher(self.placement, sequence, actions, self.before_stage)
+    def close(self) -> None:
+        """Gives back the memory of what stays between steps."""
+        self._staying.release()
+
+    def _prefetcher(self, kind: str, sequence: Sequence[StageKey]) -> Prefetcher:
+        actions = self._actions[kind, self._staying.are_there]
+        return Prefetcher(self.placement, sequence, actions, self.before_stage, staying=self._staying)
 
     def _embed(
         self, micro_batches: Sequence[Microbatch], rows: BatchRows

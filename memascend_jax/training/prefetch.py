@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from memascend_jax.errors import RunError
@@ -15,6 +16,28 @@ if TYPE_CHECKING:
     import jax
 
 
+@dataclass(slots=True)
+class StayingStages:
+    """Frozen stages in memory: nothing changes them, so that one read serves the run.
+
+    Attributes:
+        keys: which stay, once they are ``loaded``.
+    """
+
+    keys: frozenset[StageKey] = frozenset()
+    loaded: dict[StageKey, LoadedStage] = field(default_factory=dict)
+
+    @property
+    def are_there(self) -> bool:
+        return len(self.loaded) == len(self.keys)
+
+    def release(self) -> None:
+        """Gives their memory back."""
+        for stage in self.loaded.values():
+            stage.release()
+        self.loaded.clear()
+
+
 class Prefetcher:
     """Hands out stages in the order of ``sequence`` and keeps the reads of ``actions`` ahead of it.
 
@@ -24,6 +47,7 @@ class Prefetcher:
 
     Args:
         before_use: called before each stage is used, so that it may hold up the computation.
+        staying: stages that stay when this is closed, and are there for the next one: frozen, so of no version.
     """
 
     def __init__(
@@ -32,7 +56,10 @@ class Prefetcher:
         sequence: Sequence[StageKey],
         actions: Sequence[Action],
         before_use: Callable[[], None] = lambda: None,
+        *,
+        staying: StayingStages | None = None,
     ) -> None:
+        self._staying = StayingStages() if staying is None else staying
         self._before_use = before_use
         self._placement = placement
         self._sequence = sequence
@@ -53,6 +80,8 @@ class Prefetcher:
         expected = self._sequence[self._position]
         if key != expected:
             raise RunError(f"stage {key} was used at position {self._position}, where {expected} is planned")
+        if key in self._staying.keys:
+            return self._staying.loaded[key].arrays()
         loaded = self._resident[key]
         if loaded.version != self._placement.version:
             raise RunError(
@@ -83,4 +112,7 @@ class Prefetcher:
         for key in action.drops:
             self._resident.pop(key).release()
         for key in action.loads:
-            self._resident[key] = self._placement.load(key)
+            where = self._staying.loaded if key in self._staying.keys else self._resident
+            # A pass that was broken off may have left some of what stays.
+            if key not in where:
+                where[key] = self._placement.load(key)

@@ -9,7 +9,7 @@ the last layers are therefore still there for the backward, and every further sl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 LAYER, HEAD, NORM = "layer", "head", "norm"
@@ -53,19 +53,31 @@ def forward_sequence(n_layers: int, n_head_tiles: int) -> list[StageKey]:
     return [*layers, StageKey(NORM, 0), *(StageKey(HEAD, i) for i in range(n_head_tiles))]
 
 
-def plan_actions(sequence: Sequence[StageKey], capacity: Mapping[str, int], depth: int) -> list[Action]:
+def plan_actions(
+    sequence: Sequence[StageKey],
+    capacity: Mapping[str, int],
+    depth: int,
+    *,
+    staying: Collection[StageKey] = (),
+    are_there: bool = False,
+) -> list[Action]:
     """Returns what to drop and load before each use.
 
     Args:
         sequence: the uses in order.
-        capacity: how many keys of each kind may be resident at once, at least 1.
+        capacity: how many keys of each kind may be resident at once, at least 1 more than stay where others are used.
         depth: how many uses ahead to read.
+        staying: keys that are never dropped, and still there when the sequence begins anew.
+        are_there: the sequence does begin anew.
 
     Returns:
         One action per position. Everything still resident after the last use is left to the caller.
     """
     following = _next_uses(sequence)
     resident: dict[StageKey, int] = {}
+    stays = set(staying)
+    missing = set() if are_there else set(staying)
+    room = {kind: count - sum(key.kind == kind for key in stays) for kind, count in capacity.items()}
     actions: list[Action] = []
     for here, key in enumerate(sequence):
         for known in resident:
@@ -75,10 +87,15 @@ def plan_actions(sequence: Sequence[StageKey], capacity: Mapping[str, int], dept
         full: set[str] = set()
         for ahead in range(here, min(here + depth, len(sequence) - 1) + 1):
             wanted = sequence[ahead]
+            if wanted in stays:
+                if wanted in missing and wanted.kind not in full:
+                    missing.discard(wanted)
+                    loads.append(wanted)
+                continue
             if wanted in resident or wanted.kind in full:
                 continue
             same_kind = [known for known in resident if known.kind == wanted.kind]
-            if len(same_kind) >= capacity[wanted.kind]:
+            if len(same_kind) >= room[wanted.kind]:
                 victim = max(same_kind, key=lambda known: resident[known])
                 if victim == key or resident[victim] <= ahead:
                     # Later uses of this kind must not overtake this one.

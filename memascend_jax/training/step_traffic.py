@@ -11,16 +11,17 @@ The run's counters are held to the sum; ``training.step_time`` makes seconds of 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from memascend_jax.models.shapes import EMBED_NAME
 from memascend_jax.optim.state_format import BLOCK_BYTES, Leaf, itemsize
-from memascend_jax.training.backward_reach import backward_reach
+from memascend_jax.training.backward_reach import backward_reach, staying_stages
 from memascend_jax.training.model_layout import PARAMETER, ModelLayout
 from memascend_jax.training.residency import Residency, spooled_groups
 from memascend_jax.training.stage_schedule import (
     Action,
+    StageKey,
     count_loads,
     plan_actions,
     training_sequence,
@@ -59,7 +60,8 @@ def step_traffic(
         spilled_bytes: inputs of the layers that wait for the backward on SSD.
     """
     sequence = training_sequence(layout.n_layers, layout.n_head_tiles, backward_reach(layout).lowest)
-    actions = plan_actions(sequence, capacity, prefetch_depth)
+    staying = staying_stages(layout, capacity, prefetch_depth)
+    actions = plan_actions(sequence, capacity, prefetch_depth, staying=staying, are_there=True)
     rest = frozenset(range(len(layout.update_groups))) - early
     early_read, early_write = _update_bytes(layout, residency, early)
     update_read, update_write = _update_bytes(layout, residency, rest)
@@ -72,7 +74,11 @@ def step_traffic(
     return (
         PhaseTraffic(
             FORWARD,
-            _row_bytes(layout, step_tokens) + gradients + update_read + parameters + _frozen_bytes(layout),
+            _row_bytes(layout, step_tokens)
+            + gradients
+            + update_read
+            + parameters
+            + _frozen_bytes(layout, staying),
             update_write + spilled_bytes,
         ),
         PhaseTraffic(
@@ -92,11 +98,12 @@ def _reload_bytes(layout: ModelLayout, actions: Sequence[Action]) -> int:
     )
 
 
-def _frozen_bytes(layout: ModelLayout) -> int:
-    """Bytes of what no update hands over: frozen parts of stages, each read once in the forward."""
+def _frozen_bytes(layout: ModelLayout, staying: Collection[StageKey]) -> int:
+    """Bytes of what no update hands over: frozen parts of stages, each read once in the forward unless it stays."""
     return sum(
         _blocks(part.n_elements, layout.format.param_dtype)
-        for parts in layout.stage_parts.values()
+        for key, parts in layout.stage_parts.items()
+        if key not in staying
         for part in parts
         if not layout.is_trained(part.tensor)
     )

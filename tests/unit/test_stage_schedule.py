@@ -67,3 +67,22 @@ def test_reads_run_ahead_of_the_use_by_the_depth():
     actions = plan_actions(sequence, {LAYER: 8, HEAD: 1, NORM: 1}, 3)
     assert [key.index for key in actions[0].loads] == [0, 1, 2, 3]
     assert [key.index for key in actions[1].loads] == [4]
+
+
+def test_keys_that_stay_are_read_once_for_all_passes_and_never_dropped() -> None:
+    sequence = training_sequence(6, 3, lowest=3)
+    assert sequence.count(StageKey(LAYER, 2)) == 1 and sequence.count(StageKey(LAYER, 3)) == 2
+    capacity, staying = {LAYER: 4, HEAD: 3, NORM: 1}, {StageKey(LAYER, 0), StageKey(HEAD, 1)}
+    first = plan_actions(sequence, capacity, 1, staying=staying)
+    later = plan_actions(sequence, capacity, 1, staying=staying, are_there=True)
+    assert all(count_loads(first)[key] == 1 for key in staying)
+    assert not staying & count_loads(later).keys()
+    for actions in (first, later):
+        assert not any(staying & set(action.drops) for action in actions)
+        # The others make do with what is left.
+        resident: set[StageKey] = set()
+        for action in actions:
+            resident = (resident - set(action.drops)) | (set(action.loads) - staying)
+            assert sum(key.kind == LAYER for key in resident) <= 3
+            assert sum(key.kind == HEAD for key in resident) <= 2
+    assert {k: n for k, n in count_loads(first).items() if k not in staying} == count_loads(later)
