@@ -179,7 +179,9 @@ def _allowed(config: Config) -> Iterator[Finding]:
     for name in config.run.allow_changed:
         if name in (ALL, *section_types(), *known) or name.startswith("model.config."):
             continue
-        close = nearest(name, known)
+        # By the last part: the section, which is most of the name, would make everything in it near.
+        last = nearest(name.rpartition(".")[2], [key.partition(".")[2] for key in known])
+        close = nearest(name, [key for key in known if key.partition(".")[2] == last])
         hint = f"; did you mean {close!r}?" if close else ""
         yield ("run.allow_changed",), f"run.allow_changed: there is no key {name!r}{hint}"
 

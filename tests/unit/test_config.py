@@ -477,5 +477,5 @@ def test_keys_that_may_change_are_a_list_or_all(text: str, keys: tuple[str, ...]
 
 def test_a_key_that_may_change_must_exist() -> None:
     told = faults_of(overrides=("run.allow_changed=[optimizer.lr, train.sed]",))
-    assert "run.allow_changed: there is no key 'optimizer.lr'" in told
+    assert "run.allow_changed: there is no key 'optimizer.lr'\n" in told + "\n"
     assert "'train.sed'; did you mean 'train.seed'?" in told
