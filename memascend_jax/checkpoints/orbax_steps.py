@@ -125,6 +125,8 @@ class OrbaxSteps:
         self.folder = folder
         self._every = every
         self._preservation = _preservation(keep, keep_best)
+        self._remover = ThreadPoolExecutor(1, thread_name_prefix="memascend-checkpoint-removal")
+        self._removing: list[Future[None]] = []
         self._checkpointer = self._open()
 
     def is_due(self, step: int) -> bool:
@@ -142,6 +144,7 @@ class OrbaxSteps:
         Raises:
             OSError: the disk is full or fails, with the path. Older steps are as they were.
         """
+        self.settle()
         try:
             self._checkpointer.save_checkpointables(
                 record.step, {STATE: state, RUN: record.to_json()}, force=True, metrics=dict(metrics) or None
@@ -163,17 +166,29 @@ class OrbaxSteps:
         return gone
 
     def forget(self, steps: Sequence[int]) -> None:
-        """Removes steps, whatever is to be kept; each is gone at once, or, after a crash, when it is opened again."""
+        """Removes steps, whatever is to be kept: their names at once, their files meanwhile (see ``settle``).
+
+        What a crash leaves of them is removed when the folder is opened again.
+        """
         for step in steps:
             gone = self.folder / f"{step}{_UNFINISHED}-removed"
             (self.folder / str(step)).rename(gone)
-            shutil.rmtree(gone, ignore_errors=True)
+            self._removing.append(self._remover.submit(shutil.rmtree, gone, ignore_errors=True))
         if steps:
             self._checkpointer.reload()
 
+    def settle(self) -> None:
+        """Waits until removed steps have given their space back: seconds, for thousands of files on a busy disk."""
+        for future in self._removing:
+            future.result()
+        self._removing.clear()
+
     def close(self) -> None:
-        """Waits for what orbax still does."""
-        self._checkpointer.close()
+        """Waits for what orbax still does, and for removals."""
+        try:
+            self._checkpointer.close()
+        finally:
+            self._remover.shutdown()
 
     def _open(self) -> Any:
         registry = ocp.handlers.local_registry(include_global_registry=False)

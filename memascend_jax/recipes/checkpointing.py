@@ -112,6 +112,7 @@ class RunCheckpoints:
 
     def _check_room(self) -> None:
         """Raises ``OSError`` before the first byte when the disk has no room for a step."""
+        self._steps.settle()
         space = os.statvfs(self._steps.folder)
         free = space.f_bavail * space.f_frsize
         if free < self._bytes:
