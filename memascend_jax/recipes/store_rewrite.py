@@ -45,6 +45,7 @@ class Rewrite:
         new_rows: values of the rows that are added.
         target_tile_elements: what a table with another number of rows is cut by.
         seed, step: what stochastic rounding draws by, beside the tensor's name.
+        least_scratch_bytes: room for what a step puts away, if the old store has less.
         replaced: contents of tensors that are neither parameters nor state.
     """
 
@@ -55,6 +56,7 @@ class Rewrite:
     target_tile_elements: int = 1 << 20
     seed: int = 0
     step: int = 0
+    least_scratch_bytes: int = 0
     replaced: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
 
@@ -83,9 +85,8 @@ def rewrite_store(
     others = [(old.spec(name), change.replaced.get(name)) for name in state.others]
     specs += [spec if new is None else _spec_of(spec.name, new) for spec, new in others]
     specs += [_spec_of(name, new) for name, new in change.replaced.items() if name not in state.others]
-    scratch = int(old.inspect()["scratch_bytes"]) + sum(
-        _more_gradients(state, change, name) for name in change.shapes
-    )
+    scratch = max(int(old.inspect()["scratch_bytes"]), change.least_scratch_bytes)
+    scratch += sum(_more_gradients(state, change, name) for name in change.shapes)
     with new_store(
         specs,
         target,
