@@ -34,7 +34,7 @@ from memascend_jax.optim.offload_handle import (
 )
 from memascend_jax.optim.offload_initial import write_initial_state
 from memascend_jax.optim.offload_layout import plan_layout
-from memascend_jax.optim.offload_leaf import CompiledUpdates, LeafUpdate, is_streamed, leaf_updates
+from memascend_jax.optim.offload_leaf import CompiledUpdates, leaf_updates
 from memascend_jax.optim.offload_leaves import NamedLeaves, shape_of, without_variables
 from memascend_jax.optim.offload_record import StateRecord, record_of, with_record
 from memascend_jax.optim.offload_stream import StateStream
@@ -44,8 +44,8 @@ from memascend_jax.units import format_bytes, round_up
 
 _log = logging.getLogger(__name__)
 
-#: A generic update makes new arrays beside the two slots, a fused one works in three slots: three tiles either way.
-_SLOTS, _FUSED_SLOTS = 2, 3
+#: One is read or written during the update of the other. A generic update makes new arrays beside them, up to a tile.
+_SLOTS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,14 +102,12 @@ class OffloadEngine:
         _check_dtypes(self.traced, [update.frozen for update in self.updates])
         self.stored_params = _stored_params(store, params)
         self.fused = fused_leaves(fused, self.traced, self.updates, params.pure)
-        streamed = [update.leaf for update in self.updates if self._streams(update)]
-        every = all(leaf in self.fused for leaf in streamed)
         self.layout = plan_layout(
             self.traced,
             self.updates,
             self.stored_params,
             target_elements=options.tile_elements,
-            slots=_FUSED_SLOTS if every and self.fused else _SLOTS,
+            slots=_SLOTS,
             prefix=f"{options.name}/" if options.name else "",
         )
         if all(update.frozen for update in self.updates):
@@ -295,9 +293,6 @@ class OffloadEngine:
         self.pool.close()
         if self._owns_arena:
             self._arena.close()
-
-    def _streams(self, update: LeafUpdate) -> bool:
-        return not update.frozen and any(is_streamed(self.traced, state) for state in update.states)
 
     def _compiled_shared(self) -> Any:
         program = self.traced.update.sliced(

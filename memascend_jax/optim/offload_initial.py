@@ -37,8 +37,7 @@ class _InitialState:
         """Fills the regions of one piece."""
         for region in piece.regions:
             if region.state != PARAMETER and lease is not None:
-                values = self._values(piece, region)
-                copy_values(values, lease.address + region.offset, values.nbytes)
+                self._fill(piece, region, lease)
 
     def numbers(self) -> dict[int, np.ndarray]:
         """Returns what stays in the handle."""
@@ -53,20 +52,27 @@ class _InitialState:
             found[state] = as_number(program.evaluate(given)[0], traced.state_shapes[state].dtype)
         return found
 
-    def _values(self, piece: Piece, region: Region) -> Any:
+    def _fill(self, piece: Piece, region: Region, lease: Lease) -> None:
         traced, leaf = self._engine.traced, piece.leaf
         dtype = traced.state_shapes[region.state].dtype
         program = traced.init.sliced([region.state])
         uses = leaf in program.used_inputs()
-        shape = traced.leaf_shapes[leaf].shape
-        by_piece = None if piece.whole else tiled(program, frozenset((leaf,)), shape)
+        by_piece = None if piece.whole else tiled(program, frozenset((leaf,)), traced.leaf_shapes[leaf].shape)
         given: list[Any] = [None] * traced.n_leaves
         if by_piece is None:
             given[leaf] = self._whole(leaf) if uses else None
-            values = np.asarray(program.evaluate(given)[0]).reshape(-1)
-            return np.ascontiguousarray(values[region.start : region.start + region.n_elements], dtype)
-        given[leaf] = self._piece(piece) if uses else None
-        return np.ascontiguousarray(np.asarray(by_piece.evaluate(given, piece.n_elements)[0]), dtype)
+            whole = np.asarray(program.evaluate(given)[0]).reshape(-1)
+            values = whole[region.start : region.start + region.n_elements]
+        elif uses:
+            given[leaf] = self._piece(piece)
+            values = np.asarray(by_piece.evaluate(given, piece.n_elements)[0])
+        else:
+            # All elements are the same one. A tile of them would stay with the heap when it is freed.
+            values = np.asarray(by_piece.evaluate(given, 1)[0])
+            lease.view(np.dtype(dtype), (region.n_elements,), region.offset)[:] = values
+            return
+        contiguous = np.ascontiguousarray(values, dtype)
+        copy_values(contiguous, lease.address + region.offset, contiguous.nbytes)
 
     def _whole(self, leaf: int) -> Any:
         param = self._params[leaf]

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state on its way: groups of pieces from the store into slots, through an update, and back, in order.
 
-With two slots a group is read while the one before is written; with three the next one is read during the update too.
+With two slots a group is read while the one before is updated or written; a third would hardly be faster, as the disk
+has to do both either way.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class StateStream:
             while waiting or reading:
                 if not reading:
                     reading.append(self._begin(waiting.popleft(), reads))
-                # Another group is read during this one's update where there is a slot for it besides.
+                # Another group is read during this one's update where a slot is free for it.
                 if waiting and len(reading) == 1 and self._has_room(waiting[0]):
                     reading.append(self._begin(waiting.popleft(), reads))
                 current = reading[0]
@@ -95,7 +96,7 @@ class StateStream:
         slots = self._pool.classes.get(group.size_class)
         if slots is None or not any(piece.regions for piece in group.pieces):
             return False
-        return slots.count > 2 and self._pool.free_count(group.size_class) > 0
+        return self._pool.free_count(group.size_class) > 0
 
     def _write(self, item: _Reading, reads: bool, writes_params: bool) -> Ticket | None:
         if item.lease is None:
