@@ -343,7 +343,7 @@ def _set_up(
         with job.screen.progress("reading the model", len(job.plan.layout.tensors)) as advance:
 
             def on_tensor(name: str) -> None:
-                stop.check("while the model was read: the run had not begun")
+                stop.check("while the model was read, before the first step")
                 advance(name)
 
             if job.origin.saved is not None:

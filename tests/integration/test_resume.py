@@ -157,6 +157,24 @@ class Indices:
         return indices
 
 
+def test_a_signal_while_the_model_is_read_breaks_it_off_and_it_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    initialise = finetune.initialise_state
+
+    def signalled(*arguments: Any, **more: Any) -> None:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        initialise(*arguments, **more)
+
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(StoppedError, match="SIGUSR1 while the model was read"),
+    ):
+        patch.setattr(finetune, "initialise_state", signalled)
+        go(tmp_path / "run", steps=1)
+    assert go(tmp_path / "run", steps=1) == 0
+
+
 def test_another_batch_size_is_refused_and_if_allowed_goes_on_in_the_data(
     tmp_path: Path, stop_after: Callable[..., None], capfd: pytest.CaptureFixture[str]
 ) -> None:
