@@ -58,7 +58,7 @@ def test_a_run_that_is_killed_at_its_writes_flushes_lines_and_files_goes_on(tmp_
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
-    ("variant", "least_kills"), zip(VARIANTS, (100, *[40] * (len(VARIANTS) - 1)), strict=True)
+    ("variant", "least_kills"), [(name, 40 if index else 100) for index, name in enumerate(VARIANTS)]
 )
 def test_a_run_that_is_killed_at_many_random_instants_goes_on(
     tmp_path: Path, variant: str, least_kills: int
