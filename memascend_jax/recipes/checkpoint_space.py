@@ -16,8 +16,8 @@ from memascend_jax.errors import BudgetError, ConfigError
 from memascend_jax.memory.budget import Consumer
 from memascend_jax.models.shapes import TensorShape
 from memascend_jax.optim.state_format import StateFormat
-from memascend_jax.recipes.run_folder import nearest_existing
 from memascend_jax.storage.device import block_device_bytes, resolve_paths
+from memascend_jax.storage.existing_path import nearest_existing
 from memascend_jax.units import MIB, counted, format_bytes
 
 #: Orbax with what it imports, and the threads that write; measured: "Checkpoints" in docs/experiment_log.md.

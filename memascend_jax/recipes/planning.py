@@ -17,8 +17,8 @@ from memascend_jax.optim.loss_scale import ScalePolicy, scale_policy
 from memascend_jax.optim.state_format import StateFormat, state_format
 from memascend_jax.recipes.checkpoint_space import checkpoint_consumers, checkpoint_space
 from memascend_jax.recipes.parameter_groups import tensor_settings
-from memascend_jax.recipes.run_folder import nearest_existing
 from memascend_jax.storage.device import block_device_bytes, resolve_paths
+from memascend_jax.storage.existing_path import nearest_existing
 from memascend_jax.training.depths import CHOICES
 from memascend_jax.training.plan import RunPlan, plan_run
 from memascend_jax.training.workload import Workload

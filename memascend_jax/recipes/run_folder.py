@@ -18,6 +18,7 @@ from memascend_jax.observe.failure import is_disk_full
 from memascend_jax.observe.oom import oom_count, oom_kills_since
 from memascend_jax.observe.process import is_gone, this_process
 from memascend_jax.recipes.run_store import has_store
+from memascend_jax.storage.existing_path import nearest_existing
 from memascend_jax.units import counted
 
 
@@ -273,19 +274,3 @@ class RunFolder:
 
 def _json_text(values: dict[str, Any]) -> str:
     return json.dumps(values, indent=2) + "\n"
-
-
-def nearest_existing(path: Path) -> Path:
-    """Returns ``path`` itself, or the nearest of its parents that there is."""
-    path = path.absolute()
-    while not _exists(path) and path != path.parent:
-        path = path.parent
-    return path
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:
-        # Below a folder that this user may not enter; that folder is the one to name.
-        return False

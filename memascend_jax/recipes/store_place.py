@@ -12,9 +12,9 @@ from pathlib import Path
 
 from memascend_jax.config import Config, store_paths
 from memascend_jax.errors import StoreError
-from memascend_jax.recipes.run_folder import nearest_existing
 from memascend_jax.storage import filesystem
 from memascend_jax.storage.device import existing_contents, open_member, resolve_paths
+from memascend_jax.storage.existing_path import nearest_existing
 
 
 def check_places(config: Config) -> None:
