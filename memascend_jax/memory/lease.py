@@ -84,6 +84,8 @@ class Lease:
 
     def defer(self, pending: Pending) -> None:
         """Keeps the slot from being lent again, once released, until ``pending`` is done."""
+        # A lease of a whole run is deferred again and again.
+        self._pending = [earlier for earlier in self._pending if not earlier.done()]
         self._pending.append(pending)
 
     def hand_over(self) -> None:

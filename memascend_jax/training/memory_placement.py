@@ -168,5 +168,8 @@ class MemoryStage:
                 }
         return self._arrays
 
-    def release(self) -> None:
+    def forget_arrays(self) -> None:
         self._arrays = None
+
+    def release(self) -> None:
+        self.forget_arrays()

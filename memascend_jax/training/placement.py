@@ -30,6 +30,9 @@ class LoadedStage(Protocol):
     def arrays(self) -> dict[str, jax.Array]:
         """Waits for the read and returns the parameters by local name, as aliases where the platform allows."""
 
+    def forget_arrays(self) -> None:
+        """Lets go of the arrays, which on a device with memory of its own are copies; ``arrays`` makes new ones."""
+
     def release(self) -> None:
         """Gives the memory back; computations already dispatched on the arrays may still be reading it."""
 

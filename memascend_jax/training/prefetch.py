@@ -92,6 +92,10 @@ class Prefetcher:
 
     def advance(self) -> None:
         """Moves to the next position: drops and loads what is planned before it."""
+        key = self._sequence[self._position]
+        if key in self._staying.keys:
+            # Its slots stay; what a device holds of them is only for the stages being computed.
+            self._staying.loaded[key].forget_arrays()
         self._position += 1
         if self._position < len(self._sequence):
             self._carry_out(self._actions[self._position])

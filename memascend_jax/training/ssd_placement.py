@@ -265,6 +265,9 @@ class SsdStage:
                 }
         return self._arrays
 
+    def forget_arrays(self) -> None:
+        self._arrays = None
+
     def release(self) -> None:
         # The kernel may still be writing into the slots of a stage that was dropped unused.
         self._owner._update.cancel(self._receptions)

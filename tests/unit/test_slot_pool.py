@@ -170,3 +170,14 @@ def test_many_threads_never_hold_one_slot_at_once(pool: SlotPool) -> None:
         thread.join()
     assert not wrong
     assert pool.free_count("layer") == 2
+
+
+def test_a_lease_that_is_deferred_again_and_again_forgets_what_has_ended(pool: SlotPool) -> None:
+    lease = pool.lease("tile")
+    going = Work()
+    for work in (going, *(Work() for _ in range(100))):
+        lease.defer(work)
+        work.ended = work is not going
+    lease.defer(Work())
+    assert len(lease._pending) == 2 and lease._pending[0] is going
+    going.ended = True
