@@ -131,6 +131,7 @@ def _export(options: argparse.Namespace) -> int:
     from memascend_jax.errors import ConfigError
     from memascend_jax.observe.screen import Screen
     from memascend_jax.recipes.store_export import export_model
+    from memascend_jax.store_commands import size_option
 
     *paths, last = options.paths
     out = options.out or last
@@ -141,7 +142,9 @@ def _export(options: argparse.Namespace) -> int:
         )
     size = MAX_SHARD_BYTES
     if options.max_shard_size is not None:
-        size = _size(options.max_shard_size, "--max-shard-size")
+        size = size_option(options.max_shard_size, "--max-shard-size")
+    if size <= 0:
+        raise ConfigError(f"--max-shard-size: a file has at least a byte, got {options.max_shard_size}")
     with Screen() as screen:
         facts = export_model(
             paths,
@@ -155,19 +158,6 @@ def _export(options: argparse.Namespace) -> int:
     return _report(
         options, facts, f"wrote {facts['path']}, {facts['bytes']:,} bytes of {facts['dtype']}{step}"
     )
-
-
-def _size(text: str, option: str) -> int:
-    from memascend_jax.errors import ConfigError
-    from memascend_jax.units import parse_bytes
-
-    try:
-        size = parse_bytes(text)
-    except ValueError as error:
-        raise ConfigError(f"{option}: {error}") from None
-    if size <= 0:
-        raise ConfigError(f"{option}: a file has at least a byte, got {text}")
-    return size
 
 
 def _convert(options: argparse.Namespace) -> int:

@@ -107,14 +107,14 @@ def _create(options: argparse.Namespace) -> int:
 
     with TensorStore.create(
         options.paths,
-        capacity=None if options.capacity is None else _size(options.capacity, "--capacity"),
+        capacity=None if options.capacity is None else size_option(options.capacity, "--capacity"),
         weights="measure" if options.weights == "measure" else _numbers(options.weights, int, "--weights"),
         speeds=_numbers(options.speeds, float, "--speeds"),
         durability=options.durability,
         block_bytes=options.block_bytes,
         catalog_bytes=None
         if options.catalog_bytes is None
-        else _size(options.catalog_bytes, "--catalog-bytes"),
+        else size_option(options.catalog_bytes, "--catalog-bytes"),
         direct_io=options.direct_io,
         discard=not options.no_discard,
         overwrite=options.overwrite,
@@ -201,7 +201,7 @@ def _bench(options: argparse.Namespace) -> int:
 
     # What was made for the measurement is removed on the way out, then too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    tensor_bytes = _size(options.size, "--size")
+    tensor_bytes = size_option(options.size, "--size")
     facts = bench_store(
         options.paths,
         BenchOptions(
@@ -239,7 +239,8 @@ def _numbers(text: str | None, kind: type[int] | type[float], option: str) -> li
         raise ConfigError(f"{option}: expected numbers with commas, one per path, got {text!r}") from None
 
 
-def _size(text: str, option: str) -> int:
+def size_option(text: str, option: str) -> int:
+    """Returns the bytes that an option's value stands for; raises ``ConfigError`` naming the option."""
     from memascend_jax.errors import ConfigError
     from memascend_jax.units import parse_bytes
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
 
 import numpy as np
 import pytest
 from run_stores import contents, exact_state, make_run_store
-from stores import ANY_DISK
+from saved_steps import save_small
+from stores import ANY_DISK, loop_device, mounted
 from tiny_checkpoints import hf_config, random_tensors, read_whole, write_folder
 
 from memascend_jax import cli
@@ -250,3 +252,80 @@ def test_a_folder_of_a_run_stands_for_its_store(tmp_path) -> None:
     assert cli.main(["export", str(folder), str(tmp_path / "out")]) == 0
     total = sum(math.prod(value.shape) for value in read_all(tmp_path / "out").values())
     assert total == sum(value.size for value in read_all(tmp_path / "out").values())
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16"])
+def test_a_checkpoint_is_exported_as_the_step_that_is_asked_for(tmp_path, capsys, name) -> None:
+    saved = save_small(tmp_path / "checkpoints", 3, 8, name=name)
+    for arguments, step in (([], 8), (["--step=3"], 3)):
+        command = [
+            "export",
+            str(tmp_path / "checkpoints"),
+            str(tmp_path / f"out{step}"),
+            "--json",
+            *arguments,
+        ]
+        assert cli.main(command) == 0
+        assert json.loads(capsys.readouterr().out)["step"] == step
+    command = ["export", str(tmp_path / "checkpoints" / "8"), str(tmp_path / "exact"), "--dtype=float32"]
+    assert cli.main(command) == 0
+    for tensor, values in read_all(tmp_path / "exact").items():
+        kept = saved.get(("master", tensor), saved["params", tensor])
+        np.testing.assert_array_equal(values.reshape(-1), kept.astype(F32))
+    for tensor, values in read_all(tmp_path / "out8").items():
+        kept = saved.get(("master", tensor), saved["params", tensor]).astype(F32)
+        np.testing.assert_array_equal(values.reshape(-1), round_master(kept, "bfloat16"))
+    capsys.readouterr()
+    status, message = refused(
+        ["export", tmp_path / "checkpoints", tmp_path / "new", "--step=4"], tmp_path, capsys
+    )
+    assert status == 5
+    assert "3, 8" in message
+    (tmp_path / "checkpoints" / "8" / "_CHECKPOINT_METADATA").unlink()
+    status, message = refused(["export", tmp_path / "checkpoints" / "8", tmp_path / "new"], tmp_path, capsys)
+    assert (status, "is not whole" in message) == (5, True)
+
+
+def test_a_model_and_a_conversion_go_to_block_devices(tmp_path, capsys) -> None:
+    config = hf_config()
+    tensors = random_tensors(config)
+    folder = write_folder(tmp_path / "model", config, tensors)
+    make_run_store(tmp_path / "a.store")
+    with (
+        loop_device(tmp_path / "one", 64 << 20) as one,
+        loop_device(tmp_path / "two", 64 << 20) as two,
+    ):
+        assert cli.main(["import", str(folder), one]) == 0
+        assert_same(read_all(one), tensors)
+        assert cli.main(["import", str(folder), one]) == 6
+        assert "there is one already" in capsys.readouterr().err
+        convert = ["store", "convert", str(tmp_path / "a.store"), "--state-format=split", f"--into={two}"]
+        assert cli.main(convert) == 0
+        assert cli.main(["store", "convert", two, "--state-format=bf16"]) == 6
+        assert "--into PATH" in capsys.readouterr().err
+        assert cli.main(["export", two, str(tmp_path / "out")]) == 0
+    assert read_all(tmp_path / "out").keys() >= {"model.norm.weight"}
+
+
+def test_a_disk_that_is_too_small_is_left_as_it_was(tmp_path, capsys) -> None:
+    config = hf_config(vocab_size=30_000)
+    folder = write_folder(tmp_path / "model", config, random_tensors(config))
+    make_run_store(tmp_path / "a.store", vocab_size=4000)
+    with loop_device(tmp_path / "image", 8 << 20) as device:
+        subprocess.run(["mkfs.ext4", "-q", device], check=True)
+        with mounted(device, tmp_path / "small") as small:
+            for command in (
+                ["import", folder, small / "m.store"],
+                ["export", folder, small / "out"],
+                [
+                    "store",
+                    "convert",
+                    tmp_path / "a.store",
+                    "--state-format=split",
+                    f"--into={small / 'b.store'}",
+                ],
+            ):
+                # The model takes 30 MB, the run's store 15.
+                assert cli.main(list(map(str, command))) == 6
+                assert "free" in capsys.readouterr().err
+                assert [path.name for path in small.iterdir()] == ["lost+found"]
