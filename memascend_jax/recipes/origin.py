@@ -40,12 +40,14 @@ class Origin:
         found: a run in the store.
         saved: a step to restore instead.
         own: whether that step is of this very run, whose files in ``run.dir`` go on too.
+        requested: whether the user asked for it.
         notes: sentences that the user should read.
     """
 
     found: Found | None = None
     saved: SavedStep | None = None
     own: bool = False
+    requested: bool = False
     notes: tuple[str, ...] = ()
 
     def state(self) -> RunState:
@@ -58,9 +60,9 @@ class Origin:
         where = str(self.saved.path)
         state = RunState.decode(json.dumps(dict(self.saved.record.run_state)).encode(), where)
         results = {key: value for key, value in state.results.items() if key != "finished"}
-        if self.own:
-            return replace(state, results=results)
-        return replace(state, metrics_bytes=0, results={**results, RESTORED: where})
+        if self.requested:
+            results[RESTORED] = where
+        return replace(state, metrics_bytes=state.metrics_bytes if self.own else 0, results=results)
 
 
 class _FoundStep(Found):
@@ -147,7 +149,12 @@ def check_origin(origin: Origin, config: Config, shape: LlamaConfig, contents: M
 
 
 def _own(config: Config, saved: SavedStep, dirty: DirtyStoreError | None, refused: Sequence[str]) -> Origin:
-    started_in = Path(saved.record.run_state["config"]["run"]["dir"]).expanduser()
+    began_with = saved.record.run_state.get("config", {}).get("run", {}).get("dir")
+    if began_with is None:
+        raise DataError(
+            f"the checkpoint '{saved.path}' holds no run to go on with; move it away to start anew"
+        )
+    started_in = Path(began_with).expanduser()
     if started_in.resolve() != Path(config.run.dir).expanduser().resolve():
         raise ConfigError(
             f"'{saved.path.parent}' holds the checkpoints of another run, which began with run.dir={str(started_in)!r}"
@@ -164,10 +171,7 @@ def _own(config: Config, saved: SavedStep, dirty: DirtyStoreError | None, refuse
 
 def _requested(config: Config) -> Origin:
     wanted, folder = str(config.run.restore), checkpoint_folder(config)
-    if wanted.isdecimal():
-        saved = resolve_step(folder, int(wanted))
-    else:
-        saved = resolve_step(Path(wanted).expanduser())
+    saved = resolve_step(folder, int(wanted)) if wanted.isdecimal() else resolve_step(_path_of(config))
     _ = saved.arrays
     own = saved.path.parent.resolve() == folder.resolve()
     later = [step for step in find_steps(folder) if step > saved.record.step] if own else []
@@ -177,7 +181,8 @@ def _requested(config: Config) -> Origin:
             f"({', '.join(map(str, later))}), which would be in the way; nothing was changed. Move them away or remove "
             f"them first, or give another run.dir with run.restore={saved.path}"
         )
-    return Origin(saved=saved, own=own, notes=(f"beginning with the checkpoint '{saved.path}'",))
+    note = f"beginning with the checkpoint '{saved.path}'"
+    return Origin(saved=saved, own=own, requested=True, notes=(note,))
 
 
 def _check_same_restore(config: Config, found: Found) -> None:
@@ -186,8 +191,8 @@ def _check_same_restore(config: Config, found: Found) -> None:
     if wanted is None:
         return
     began = found.state.results.get(RESTORED)
-    if began is not None and not str(wanted).isdecimal():
-        asked, had = Path(str(wanted)).expanduser().resolve(), Path(began).resolve()
+    if began is not None:
+        asked, had = _path_of(config).resolve(), Path(began).resolve()
         if asked in (had, had.parent):
             return
     paths = " ".join(map(str, store_paths(config)))
@@ -196,6 +201,12 @@ def _check_same_restore(config: Config, found: Found) -> None:
         f"changed. Leave run.restore out to go on with it, give another run.dir, or remove it: "
         f"memascend store wipe {paths}"
     )
+
+
+def _path_of(config: Config) -> Path:
+    """The folder that ``run.restore`` names."""
+    wanted = str(config.run.restore)
+    return checkpoint_folder(config) / wanted if wanted.isdecimal() else Path(wanted).expanduser()
 
 
 def _check_no_steps(folder: Path, steps: Sequence[int]) -> None:
