@@ -296,7 +296,7 @@ def _set_up(
     """Builds the parts, writes the first generation of a new run, and compiles."""
     limit_heap_growth(job.plan.depths.heap_bytes)
     cache = _keep_compiled_code(job.folder)
-    if job.plan.compiles_apart and not job.resumed:
+    if job.plan.compiles_apart:
         job.screen.say("compiling")
         train = job.config.train
         precompile_apart(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from memascend_jax.errors import BudgetError
@@ -78,8 +78,8 @@ class RunPlan:
 
     @property
     def compiles_apart(self) -> bool:
-        """Whether the model is large enough for a compiler process of its own: a small one is not worth its start."""
-        return compiles_apart(self.layout)
+        """Whether the compiler gets a process of its own."""
+        return compiles_apart(self.layout, self.depths)
 
     @property
     def residency(self) -> Residency:
@@ -199,11 +199,21 @@ def plan_run(
         device = (stage_parameters(*candidate), *(c for c in consumers if c.category == "device"))
         return MemoryPlan(host, budget_bytes, device)
 
+    @cache
+    def layout_of(tile_elements: int, head_tile_bytes: int) -> ModelLayout:
+        return plan_layout(
+            config,
+            fmt,
+            target_tile_elements=tile_elements,
+            target_head_bytes=head_tile_bytes,
+            frozen=frozen,
+        )
+
     def memory_plans() -> Iterator[MemoryPlan]:
         least = least_tile_elements(parameter_count(config))
         for depths in with_spill(choices) if on_ssd else choices:
             depths = replace(depths, tile_elements=max(depths.tile_elements, least), early_update=in_backward)
-            candidates.append((_layout(config, fmt, depths, frozen), depths))
+            candidates.append((layout_of(depths.tile_elements, depths.head_tile_bytes), depths))
             yield memory_of(candidates[-1], workload)
 
     choose_plan(memory_plans(), lambda: _options(partial(memory_of, candidates[-1]), workload, placement))
@@ -266,16 +276,6 @@ def store_specs(layout: ModelLayout) -> tuple[TensorSpec, ...]:
             for leaf in layout.leaves_of(tensor.name)
         ]
     return tuple(specs)
-
-
-def _layout(config: LlamaConfig, fmt: StateFormat, depths: Depths, frozen: frozenset[str]) -> ModelLayout:
-    return plan_layout(
-        config,
-        fmt,
-        target_tile_elements=depths.tile_elements,
-        target_head_bytes=depths.head_tile_bytes,
-        frozen=frozen,
-    )
 
 
 def _plan(

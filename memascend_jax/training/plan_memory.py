@@ -23,7 +23,7 @@ RUNTIME_BYTES = 310 * MIB
 COMPILER_BYTES = 110 * MIB
 #: Runs of one configuration differ by so much: threads, backends, the order of what is freed, a timeline.
 RESERVE_BYTES = 16 * MIB
-#: Models from this size on are compiled in a process of their own.
+#: Models from this size on are compiled in a process of their own, and all where memory is tight.
 APART_PARAMETERS = 1 << 25
 #: The store's own memory for copies (imports, exports, embedding rows), from the arena.
 BOUNCE_BYTES = 4 * MIB
@@ -38,7 +38,7 @@ def memory_consumers(
 ) -> Iterator[Consumer]:
     classes = size_classes_of(layout, depths, workload, placement)
     yield Consumer("runtime", "interpreter and libraries", RUNTIME_BYTES, "measured")
-    if not compiles_apart(layout):
+    if not compiles_apart(layout, depths):
         yield Consumer("runtime", "XLA compiler", COMPILER_BYTES, "measured")
     if depths.heap_bytes > TIGHT_HEAP_BYTES:
         yield Consumer("runtime", "freed memory not given back", _KEPT_BLOCKS * depths.heap_bytes)
@@ -85,8 +85,9 @@ def slots_bytes(size: SizeClass, page_bytes: int) -> int:
     return round_up(size.nbytes, page_bytes) * size.count
 
 
-def compiles_apart(layout: ModelLayout) -> bool:
-    return layout.n_parameters >= APART_PARAMETERS
+def compiles_apart(layout: ModelLayout, depths: Depths) -> bool:
+    """Whether the compiler gets a process of its own: a small model with memory to spare is not worth its start."""
+    return layout.n_parameters >= APART_PARAMETERS or depths.heap_bytes == TIGHT_HEAP_BYTES
 
 
 def _most_trained(layout: ModelLayout) -> int:

@@ -7,6 +7,8 @@ persistent cache, from which the run's first step loads them in a second or two 
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import logging
 import os
 import pickle
@@ -18,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from memascend_jax import __version__
 from memascend_jax.dtypes import to_dtype
 from memascend_jax.memory.allocator import limit_heap_growth
 from memascend_jax.models.llama import LlamaStages
@@ -37,10 +40,16 @@ def precompile_apart(
     *,
     micro_norms: bool = False,
 ) -> bool:
-    """Runs ``precompile`` in a child process that fills the persistent cache in ``cache``; returns whether it did.
+    """Runs ``precompile`` in a child process that fills the persistent cache in ``cache``; returns whether it is full.
 
-    A failure costs memory and nothing else: the run compiles what it does not find.
+    Once it has, a mark in the cache spares the next run the same. A failure costs memory and nothing else: the run
+    compiles what it does not find.
     """
+    work = pickle.dumps((layout, micro_batch, n_micro_batches, micro_norms))
+    made_by = f"{__version__} {jax.__version__}".encode()
+    mark = cache / f"compiled-{hashlib.sha256(made_by + work).hexdigest()[:16]}"
+    if mark.exists():
+        return True
     environment = os.environ | {
         "JAX_COMPILATION_CACHE_DIR": str(cache),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -50,7 +59,7 @@ def precompile_apart(
     # In a session of its own: Ctrl-C is for the run, which waits for the child or kills it.
     child = subprocess.run(
         [sys.executable, "-P", "-m", __name__],
-        input=pickle.dumps((layout, micro_batch, n_micro_batches, micro_norms)),
+        input=work,
         env=environment,
         capture_output=True,
         start_new_session=True,
@@ -58,7 +67,10 @@ def precompile_apart(
     )
     if child.returncode != 0:
         logger.warning("compiling ahead failed: %s", child.stderr.decode(errors="replace")[-500:])
-    return child.returncode == 0
+        return False
+    with contextlib.suppress(OSError):
+        mark.touch()
+    return True
 
 
 def precompile(
