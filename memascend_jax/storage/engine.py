@@ -86,7 +86,7 @@ class ReusedBuffers:
     def take(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """Returns ``nbytes`` of page-aligned memory with whatever is in it."""
         for owner in self._owners:
-            # Held by the list, by the loop and by the call. Every view of it counts, and views of views.
+            # Every view of it counts, and views of views.
             if owner.nbytes >= nbytes and sys.getrefcount(owner) == _UNUSED:
                 return owner[:nbytes]
         owner = np.frombuffer(mmap.mmap(-1, max(nbytes, 1)), np.uint8)
@@ -96,7 +96,15 @@ class ReusedBuffers:
         return owner[:nbytes]
 
 
-_UNUSED = 3
+def _count_of_unused() -> int:
+    """What the interpreter counts of an array that only a list and the loop over it hold."""
+    owners, counts = [np.empty(0, np.uint8)], []
+    for owner in owners:
+        counts.append(sys.getrefcount(owner))
+    return counts[0]
+
+
+_UNUSED = _count_of_unused()
 
 
 def address_of(array: npt.NDArray[Any]) -> int:
