@@ -40,7 +40,8 @@ class ModelSection(Section):
 
     source: Text = Field(
         default="smollm2-135m",
-        description="smollm2-135m (fetched once, 93 MB), a Hugging Face folder, a GGUF file, a checkpoint, or random.",
+        description="smollm2-135m (fetched once, 93 MB), a Hugging Face folder, a GGUF file, a checkpoint, a store that"
+        " memascend import made, or random.",
     )
     config: FreeForm = Field(
         default_factory=dict,
