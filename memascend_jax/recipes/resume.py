@@ -11,19 +11,22 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from memascend_jax.config import CONTENT_KEYS, Change, Config, not_allowed, to_dict, training_changes
-from memascend_jax.data.dataset import Dataset
-from memascend_jax.data.packing import PackedExamples
 from memascend_jax.errors import ConfigError, StoreError
 from memascend_jax.models.shapes import LlamaConfig
 from memascend_jax.recipes.parameter_groups import frozen_tensors
 from memascend_jax.storage.tensor_store import TensorSpec
 from memascend_jax.training.run_state import RunState
 from memascend_jax.units import counted, format_bytes
+
+if TYPE_CHECKING:
+    # Reading data takes long to import, and a plan reads none.
+    from memascend_jax.data.dataset import Dataset
+    from memascend_jax.data.packing import PackedExamples
 
 #: Which digest of ``content_digests`` a key's value stands for.
 _CONTENT_OF = {"model.source": "model", "data.source": "train", "data.eval_source": "held_out"}
