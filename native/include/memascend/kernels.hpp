@@ -23,7 +23,7 @@ struct SquareSum {
 
 // One pass, no temporaries. A finite float32's square cannot overflow a double, so the sum tells
 // whether an element was not finite and no second look is needed. Squares of halves are added in
-// float32 four at a time: off by a ten-millionth at most.
+// float32 eight at a time: off by two ten-millionths at most.
 SquareSum norm_squared(const void* data, FloatType type, std::uint64_t n);
 
 // The exclusive or of all whole 8-byte words: what reading alone takes, to measure others against.
