@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memascend_jax._native import _core
+from memascend_jax.optim.fused import FusedTile, FusedUpdate, StepNumbers, update_fused_tile
 from memascend_jax.optim.state_format import MASTER, MU, NU, RESIDUAL, SCALES, StateFormat
 
 
@@ -99,44 +100,55 @@ def update_tile(
 
     With ``draws.row_starts`` the parameters are those that the rows' tiles get; the moments are not to be kept.
     """
-    numbers = {
-        "lr": scale.learning_rate,
-        "b1": hyper.b1,
-        "b2": hyper.b2,
-        "eps": hyper.eps,
-        "weight_decay": weight_decay,
-        "bias1": 1.0 - hyper.b1**scale.count,
-        "bias2": 1.0 - hyper.b2**scale.count,
-        "grad_scale": scale.grad_scale,
-    }
-    leaves = memory.leaves
+    numbers = StepNumbers(
+        learning_rate=scale.learning_rate,
+        weight_decay=weight_decay,
+        bias1=1.0 - hyper.b1**scale.count,
+        bias1_next=1.0,
+        bias2=1.0 - hyper.b2**scale.count,
+        grad_scale=scale.grad_scale,
+    )
     if fmt.is_compact:
-        _core.compact_update(
-            state_format=fmt.name,
-            param=memory.param,
-            residual=leaves.get(RESIDUAL, 0),
-            mu=leaves[MU],
-            nu=leaves[NU],
-            scales=leaves.get(SCALES, 0),
-            grad=memory.grad,
-            n=memory.n_elements,
-            grad_dtype=fmt.grad_dtype,
-            first_element=draws.first_element,
-            random_key=draws.key,
-            row_starts=draws.row_starts,
-            row_blocks=memory.row_blocks,
-            **numbers,
-        )
+        _update_compact(fmt, memory, hyper, numbers, draws)
         return
-    _core.fused_update(
-        kernel="adam",
-        param=leaves.get(MASTER, memory.param),
+    tile = FusedTile(
+        param=memory.leaves.get(MASTER, memory.param),
+        grad=memory.grad,
+        n_elements=memory.n_elements,
+        mu=memory.leaves[MU],
+        nu=memory.leaves[NU],
+        rounded=memory.param if fmt.has_master else 0,
+        grad_dtype=fmt.grad_dtype,
+        rounded_dtype=fmt.param_dtype if fmt.has_master else "",
+    )
+    rule = FusedUpdate("adam", scale.learning_rate, hyper.b1, hyper.b2, hyper.eps)
+    update_fused_tile(rule, numbers, tile)
+
+
+def _update_compact(
+    fmt: StateFormat, memory: TileMemory, hyper: AdamW, numbers: StepNumbers, draws: Draws
+) -> None:
+    leaves = memory.leaves
+    _core.compact_update(
+        state_format=fmt.name,
+        param=memory.param,
+        residual=leaves.get(RESIDUAL, 0),
         mu=leaves[MU],
         nu=leaves[NU],
+        scales=leaves.get(SCALES, 0),
         grad=memory.grad,
         n=memory.n_elements,
         grad_dtype=fmt.grad_dtype,
-        rounded=memory.param if fmt.has_master else 0,
-        rounded_dtype=fmt.param_dtype if fmt.has_master else "",
-        **numbers,
+        first_element=draws.first_element,
+        random_key=draws.key,
+        row_starts=draws.row_starts,
+        row_blocks=memory.row_blocks,
+        lr=numbers.learning_rate,
+        b1=hyper.b1,
+        b2=hyper.b2,
+        eps=hyper.eps,
+        weight_decay=numbers.weight_decay,
+        bias1=numbers.bias1,
+        bias2=numbers.bias2,
+        grad_scale=numbers.grad_scale,
     )
