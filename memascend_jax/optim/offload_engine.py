@@ -21,21 +21,13 @@ from memascend_jax.memory.arena import PinnedArena
 from memascend_jax.memory.pool import SizeClass, SlotPool
 from memascend_jax.optim.fused import FusedUpdate
 from memascend_jax.optim.offload_coupling import state_owners
+from memascend_jax.optim.offload_expected import ExpectedHandle
 from memascend_jax.optim.offload_fused import fused_leaves
-from memascend_jax.optim.offload_handle import (
-    Home,
-    OffloadState,
-    OnDisk,
-    StateReader,
-    as_number,
-    as_user_array,
-    is_on_disk,
-    serve,
-)
+from memascend_jax.optim.offload_handle import Home, OffloadState, StateReader, serve
 from memascend_jax.optim.offload_initial import write_initial_state
 from memascend_jax.optim.offload_layout import plan_layout
 from memascend_jax.optim.offload_leaf import CompiledUpdates, leaf_updates
-from memascend_jax.optim.offload_leaves import NamedLeaves, shape_of, without_variables
+from memascend_jax.optim.offload_leaves import NamedLeaves, shape_of
 from memascend_jax.optim.offload_record import StateRecord, record_of, with_record
 from memascend_jax.optim.offload_stream import StateStream
 from memascend_jax.optim.offload_trace import Shape, TracedTransform, shape_struct, trace_transform
@@ -117,7 +109,7 @@ class OffloadEngine:
         self.cpu = _cpu_device()
         self.compiled = CompiledUpdates()
         self.stream = StateStream(store, self.pool, self.layout.groups)
-        self.expected = self._expected_leaves()
+        self.handles = ExpectedHandle(self.traced, self.owners, self.updates, self.layout.specs, self.home)
         self.version = self.committed_version = 0
         #: Why the state in the store can be used no more.
         self.broken: str | None = None
@@ -146,7 +138,7 @@ class OffloadEngine:
                 self.store.declare(spec)
                 declared.append(spec.name)
             values = write_initial_state(self, params.values)
-            state = self.handle(values, 0, 0)
+            state = self.handles.make(values, 0, 0)
             self.commit(state)
         except BaseException:
             for name in declared:
@@ -174,7 +166,7 @@ class OffloadEngine:
                     f"the state in store '{self.home.store_path}' is of another transform or of other parameters: "
                     f"'{spec.name}' should be {spec}, found {found}"
                 )
-        numbers = self.number_states()
+        numbers = self.handles.number_states()
         unknown = {self.traced.state_paths[state] for state in numbers} ^ set(record.values)
         if unknown:
             raise StoreError(
@@ -184,29 +176,12 @@ class OffloadEngine:
         values = {state: record.values[self.traced.state_paths[state]] for state in numbers}
         self.version = self.committed_version = record.version
         serve(self.home, self._reader)
-        return self.handle(values, record.version, record.skipped)
-
-    def number_states(self) -> list[int]:
-        """Returns the state arrays that are in the handle."""
-        return [state for state, leaf in enumerate(self.expected) if leaf is None]
-
-    def shared_states(self) -> list[int]:
-        """Returns the state arrays that all leaves share."""
-        return [state for state in self.number_states() if self.owners[state] is None]
+        return self.handles.make(values, record.version, record.skipped)
 
     def shared_update(self, inputs: Sequence[Any]) -> list[Any]:
         """Returns the new values of the shared arrays for the inputs of an update, of which leaves are not needed."""
         found: list[Any] = self._shared(inputs)
         return found
-
-    def handle(self, values: Mapping[int, Any], version: int, skipped: int) -> OffloadState:
-        """Returns a handle with these numbers, on jax's default device as any other state."""
-        leaves = [
-            as_user_array(values[state], self.traced.state_shapes[state].dtype) if leaf is None else leaf
-            for state, leaf in enumerate(self.expected)
-        ]
-        inner = self.traced.state_tree.unflatten(leaves)
-        return OffloadState(inner, jnp.int32(version), jnp.int32(skipped), self.home)
 
     def numbers(self, state: Any) -> dict[int, np.ndarray]:
         """Returns the numbers of a handle by state array.
@@ -216,26 +191,9 @@ class OffloadEngine:
         """
         if self.broken is not None:
             raise StoreError(self.broken)
-        state = without_variables(state)
-        if not isinstance(state, OffloadState):
-            raise StoreError(
-                f"the optimizer state is a {type(state).__name__}, not what init of this offloaded transform returned"
-            )
-        if state.home.store_id != self.home.store_id:
-            raise StoreError(
-                f"the optimizer state belongs to store '{state.home.store_path}' ({state.home.store_id[:8]}), not to "
-                f"'{self.home.store_path}' ({self.home.store_id[:8]})"
-            )
-        if state.home.name != self.home.name:
-            raise StoreError(f"the optimizer state is called {state.home.name!r}, not {self.home.name!r}")
-        leaves, tree = jax.tree.flatten(state.inner, is_leaf=is_on_disk)
-        if tree != self.traced.state_tree:
-            raise StoreError(
-                f"the optimizer state is of another transform or of other parameters: its structure is {tree}, not "
-                f"{self.traced.state_tree}"
-            )
-        self._check_version(int(state.version))
-        return self._checked_numbers(leaves)
+        version, numbers = self.handles.checked(state)
+        self._check_version(version)
+        return numbers
 
     def commit(self, state: OffloadState, user: bytes | None = None) -> int:
         """Makes the state, and all else that was written to the store, the next generation; returns its number."""
@@ -266,7 +224,7 @@ class OffloadEngine:
         leaf = self.names.index(path)
         found: dict[str, np.ndarray] = {}
         for index, owner in enumerate(self.owners):
-            place = self.expected[index]
+            place = self.handles.places[index]
             if owner != leaf or (place is not None and not place.tensor):
                 continue
             if place is None:
@@ -296,41 +254,9 @@ class OffloadEngine:
 
     def _compiled_shared(self) -> Any:
         program = self.traced.update.sliced(
-            [self.traced.state_output(state) for state in self.shared_states()]
+            [self.traced.state_output(state) for state in self.handles.shared_states()]
         )
         return jax.jit(program.evaluate)
-
-    def _expected_leaves(self) -> list[OnDisk | None]:
-        """For each state array where it is; None: in the handle."""
-        expected: list[OnDisk | None] = []
-        for state, (owner, shape) in enumerate(zip(self.owners, self.traced.state_shapes, strict=True)):
-            spec = self.layout.specs.get(state)
-            if spec is not None:
-                expected.append(OnDisk(spec.name, spec.dtype, spec.shape))
-            elif owner is not None and self.updates[owner].frozen:
-                expected.append(OnDisk("", shape.dtype.name, shape.shape))
-            else:
-                expected.append(None)
-        return expected
-
-    def _checked_numbers(self, leaves: Sequence[Any]) -> dict[int, np.ndarray]:
-        values: dict[int, np.ndarray] = {}
-        for index, (leaf, expected) in enumerate(zip(leaves, self.expected, strict=True)):
-            path, shape = self.traced.state_paths[index], self.traced.state_shapes[index]
-            if expected is not None:
-                if leaf != expected:
-                    raise StoreError(
-                        f"the optimizer state is of another transform or of other parameters: '{path}' is {leaf}, not "
-                        f"{expected}"
-                    )
-                continue
-            value = as_number(leaf, shape.dtype)
-            if value.shape != shape.shape:
-                raise StoreError(
-                    f"'{path}' of the optimizer state has the shape {list(value.shape)}, not {list(shape.shape)}"
-                )
-            values[index] = value
-        return values
 
     def _check_version(self, version: int) -> None:
         if version == self.version:

@@ -43,7 +43,7 @@ class _InitialState:
         """Returns what stays in the handle."""
         traced = self._engine.traced
         found: dict[int, np.ndarray] = {}
-        for state in self._engine.number_states():
+        for state in self._engine.handles.number_states():
             program = traced.init.sliced([state])
             given = [
                 self._whole(leaf) if leaf in program.used_inputs() else None

@@ -41,7 +41,7 @@ def step(
     answer = given_grads if given_params is None else given_params
     clip, nonfinite = _looked_at(engine, request)
     if nonfinite and engine.options.nonfinite == "skip":
-        return answer.rebuild(_unchanged(engine, request)), engine.handle(numbers, version, skipped + 1)
+        return answer.rebuild(_unchanged(engine, request)), engine.handles.make(numbers, version, skipped + 1)
     update = PieceUpdates(engine, request, numbers, clip)
     with jax.default_device(engine.cpu):
         update.prepare()
@@ -57,7 +57,7 @@ def step(
 
 
 def _committed(engine: OffloadEngine, values: Mapping[int, Any], skipped: int) -> OffloadState:
-    state = engine.handle(values, engine.version, skipped)
+    state = engine.handles.make(values, engine.version, skipped)
     every = engine.options.commit_every
     if every and engine.version - engine.committed_version >= every:
         engine.commit(state)

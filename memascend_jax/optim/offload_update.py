@@ -72,7 +72,7 @@ class PieceUpdates:
     def prepare(self) -> None:
         """Computes the numbers that all leaves share; nothing is written yet."""
         engine = self._engine
-        shared = engine.shared_states()
+        shared = engine.handles.shared_states()
         given: list[Any] = [None] * engine.traced.update.n_inputs
         for state in shared:
             given[engine.traced.state_input(state)] = self._numbers[state]
@@ -239,7 +239,7 @@ class PieceUpdates:
             return None
         counts = [
             int(self._numbers[state])
-            for state in engine.number_states()
+            for state in engine.handles.number_states()
             if engine.traced.state_paths[state].rpartition("/")[2] == "count"
         ]
         scale = 1.0
