@@ -11,7 +11,7 @@ from pathlib import Path
 
 from memascend_jax.checkpoints.array_layout import state_arrays
 from memascend_jax.checkpoints.saved_step import find_steps, is_checkpoint
-from memascend_jax.config import Config, store_paths
+from memascend_jax.config import Config, has_store, store_paths
 from memascend_jax.errors import BudgetError, ConfigError
 from memascend_jax.memory.budget import Consumer
 from memascend_jax.models.shapes import TensorShape
@@ -84,26 +84,38 @@ class CheckpointSpace:
 
 
 def checkpoint_space(
-    config: Config, fmt: StateFormat, tensors: Sequence[TensorShape], frozen: Collection[str] = ()
+    config: Config,
+    fmt: StateFormat,
+    tensors: Sequence[TensorShape],
+    frozen: Collection[str] = (),
+    *,
+    this_machine: bool = True,
 ) -> CheckpointSpace | None:
-    """Returns what the checkpoints of a run take, or None when it saves none."""
+    """Returns what the checkpoints of a run take, or None when it saves none.
+
+    Args:
+        this_machine: whether the paths are of this machine; else nothing is asked of its disks.
+    """
     every = config.checkpoint.every
     if not every:
         return None
     folder = checkpoint_folder(config)
-    disk = nearest_existing(folder).stat().st_dev
-    files = [Path(path) for path in resolve_paths(store_paths(config))]
-    shared = any(
-        block_device_bytes(str(path)) is None and nearest_existing(path).stat().st_dev == disk
-        for path in files
-    )
     return CheckpointSpace(
         folder,
         every,
         sum(array.file_bytes for array in state_arrays(fmt, tensors, frozen)),
         config.checkpoint.keep + config.checkpoint.keep_best,
-        len(find_steps(folder)),
-        shared and config.offload.placement in ("plan", "ssd"),
+        len(find_steps(folder)) if this_machine else 0,
+        this_machine and has_store(config) and _shares_disk(folder, config),
+    )
+
+
+def _shares_disk(folder: Path, config: Config) -> bool:
+    """Returns whether a file of the store is, or would be, on the disk of ``folder``."""
+    disk = nearest_existing(folder).stat().st_dev
+    return any(
+        block_device_bytes(path) is None and nearest_existing(Path(path)).stat().st_dev == disk
+        for path in resolve_paths(store_paths(config))
     )
 
 
@@ -143,9 +155,7 @@ def check_checkpoint_folder(config: Config) -> None:
     if place == folder.absolute():
         own = {str(step) for step in find_steps(folder)}
         foreign = sorted(
-            entry.name
-            for entry in folder.iterdir()
-            if entry.name not in own and ".orbax-checkpoint-tmp" not in entry.name
+            entry.name for entry in folder.iterdir() if entry.name not in own and not _is_harmless(entry.name)
         )
         if foreign:
             raise _unusable(
@@ -153,6 +163,11 @@ def check_checkpoint_folder(config: Config) -> None:
             )
         if own and not is_checkpoint(folder):
             raise _unusable(folder, "its steps were not saved by this program")
+
+
+def _is_harmless(name: str) -> bool:
+    """Whether it is what a killed save left, or what a disk has by itself."""
+    return ".orbax-checkpoint-tmp" in name or name == "lost+found"
 
 
 def prove_writable(config: Config) -> None:

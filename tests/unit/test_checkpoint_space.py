@@ -97,6 +97,8 @@ def test_a_folder_that_holds_anything_else_is_left_alone(tmp_path: Path) -> None
     prove_writable(config)
     assert list((tmp_path / "there").iterdir()) == []
     save_small(tmp_path / "there", 2)
+    (tmp_path / "there" / "lost+found").mkdir()
+    (tmp_path / "there" / "4.orbax-checkpoint-tmp").mkdir()
     check_checkpoint_folder(config)
     (tmp_path / "there" / "thesis.tex").write_text("x")
     with pytest.raises(ConfigError, match=r"holds 'thesis.tex', which is not a step"):
