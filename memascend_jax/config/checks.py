@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from memascend_jax.config.faults import nearest
+from memascend_jax.config.faults import ELSEWHERE, nearest
 from memascend_jax.config.schema import Config, fields, section_types
 from memascend_jax.config.values import ALL
 from memascend_jax.models.hf_config import KNOWN_KEYS, config_faults
@@ -147,7 +147,8 @@ def _offload(config: Config) -> Iterator[Finding]:
     if offload.update == "in_backward" and coupled:
         yield (
             ("offload.update", *coupled),
-            f"offload.update=in_backward cannot wait for {' and '.join(coupled)}, which need the whole gradient"
+            f"offload.update=in_backward cannot wait for {' and '.join(coupled)}, which"
+            f" {'needs' if len(coupled) == 1 else 'need'} the whole gradient"
             " before the first update; leave them out (clip_norm: null) or use offload.update=exact",
         )
     if offload.update == "in_backward" and config.model.compute_dtype == "float16":
@@ -180,7 +181,9 @@ def _allowed(config: Config) -> Iterator[Finding]:
         if name in (ALL, *section_types(), *known) or name.startswith("model.config."):
             continue
         # By the last part: the section, which is most of the name, would make everything in it near.
-        last = nearest(name.rpartition(".")[2], [key.partition(".")[2] for key in known])
+        section, _, word = name.rpartition(".")
+        last = nearest(word, [key.partition(".")[2] for key in known if key.startswith(f"{section}.")])
+        last = last or nearest(word, [key.partition(".")[2] for key in known], likeness=ELSEWHERE)
         close = nearest(name, [key for key in known if key.partition(".")[2] == last])
         hint = f"; did you mean {close!r}?" if close else ""
         yield ("run.allow_changed",), f"run.allow_changed: there is no key {name!r}{hint}"

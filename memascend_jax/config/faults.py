@@ -11,6 +11,8 @@ from memascend_jax.errors import ConfigError
 from memascend_jax.units import counted
 
 KeyPath = tuple[str | int, ...]
+#: A word that is wrong in its place has to be nearer to one of another place: ``cache`` is 0.6 like ``trace``.
+ELSEWHERE = 0.75
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +50,27 @@ def dotted(path: KeyPath) -> str:
     return text
 
 
-def nearest(word: str, known: Iterable[str]) -> str | None:
-    """Returns the known word that ``word`` is most likely a misspelling of, or None."""
+def shown(value: object) -> str:
+    """Returns ``value`` as a message says what was given."""
+    if value is None:
+        return "null"
+    if isinstance(value, str):
+        return repr(str(value))
+    if isinstance(value, dict):
+        return "keys with values"
+    if isinstance(value, list | tuple):
+        return "a list"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def nearest(word: str, known: Iterable[str], *, likeness: float = 0.6) -> str | None:
+    """Returns the known word that ``word`` is most likely a misspelling of, or None.
+
+    Args:
+        likeness: the least that both must have in common, 0 to 1; ``ELSEWHERE`` among the words of another place.
+    """
     by_lower = {candidate.lower(): candidate for candidate in known}
-    found = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
+    found = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=likeness)
     return by_lower[found[0]] if found else None
 
 

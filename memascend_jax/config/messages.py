@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic_core import ErrorDetails
 
-from memascend_jax.config.faults import KeyPath, dotted, nearest
+from memascend_jax.config.faults import ELSEWHERE, KeyPath, dotted, nearest, shown
 from memascend_jax.config.schema import fields, section_types
 from memascend_jax.config.sections import ParameterGroup
 
@@ -47,7 +45,7 @@ def fault_message(detail: ErrorDetails) -> tuple[KeyPath, str, bool]:
 
 
 def _expectation(detail: ErrorDetails) -> str:
-    kind, context, got = detail["type"], detail.get("ctx", {}), _shown(detail["input"])
+    kind, context, got = detail["type"], detail.get("ctx", {}), shown(detail["input"])
     if kind in _BOUND:
         words, name = _BOUND[kind]
         return f"must be {words} {context[name]}, got {got}"
@@ -74,25 +72,14 @@ def _hint(path: KeyPath) -> str:
         return f"; did you mean {elsewhere[0]!r}?"
     section = str(path[0])
     if len(path) == 1:
-        close = nearest(word, section_types()) or nearest(word, [key.split(".")[1] for key in known])
+        names = [key.split(".")[1] for key in known]
+        close = nearest(word, section_types()) or nearest(word, names, likeness=ELSEWHERE)
         match = [key for key in known if key.split(".")[1] == close]
         return f"; did you mean {(match[0] if match else close)!r}?" if close else ""
     siblings = {key.split(".")[1]: key for key in known if key.split(".")[0] == section}
     close = nearest(word, siblings)
     if close:
         return f"; did you mean {siblings[close]!r}?"
-    anywhere = nearest(word, {key.split(".")[1] for key in known})
+    anywhere = nearest(word, [key.split(".")[1] for key in known], likeness=ELSEWHERE)
     match = [key for key in known if key.split(".")[1] == anywhere]
     return f"; did you mean {match[0]!r}?" if match else f"; {section} has {', '.join(siblings)}"
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, str):
-        return repr(str(value))
-    if isinstance(value, dict):
-        return "keys with values"
-    if isinstance(value, list | tuple):
-        return "a list"
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
+from memascend_jax.config.faults import shown
 from memascend_jax.units import parse_bytes
 
 _INT = re.compile(r"[-+]?[0-9]+")
@@ -67,7 +68,11 @@ def _path(value: Any) -> Any:
 
 
 def _size(value: Any) -> Any:
-    return parse_bytes(value) if isinstance(value, str | int) else value
+    if value is None or isinstance(value, float):
+        return value
+    if not isinstance(value, str | int):
+        raise ValueError(f"expected a size such as 1.2GiB, 800MB or 4096, got {shown(value)}")
+    return parse_bytes(value)
 
 
 def _not_bool(value: Any) -> Any:
@@ -97,9 +102,9 @@ def _scale(value: Any) -> Any:
     try:
         scale = float(_not_bool(value))
     except (TypeError, ValueError):
-        raise ValueError(f"expected null, dynamic or a positive number, got {value!r}") from None
+        raise ValueError(f"expected null, dynamic or a positive number, got {shown(value)}") from None
     if not 0 < scale < float("inf"):
-        raise ValueError(f"expected null, dynamic or a positive number, got {value!r}")
+        raise ValueError(f"expected null, dynamic or a positive number, got {shown(value)}")
     return scale
 
 

@@ -301,7 +301,27 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
         ),
         (["train.eval_every=2", "data.eval_fraction=0"], "train.eval_every needs held-out data"),
         (["optimizer.loss_scale=dynamic"], "optimizer.loss_scale is for model.compute_dtype=float16"),
-        (["offload.update=in_backward"], "cannot wait for optimizer.clip_norm"),
+        (
+            ["offload.update=in_backward"],
+            "cannot wait for optimizer.clip_norm, which needs the whole gradient before",
+        ),
+        (
+            ["offload.update=in_backward", "optimizer.skip_nonfinite=true"],
+            "optimizer.clip_norm and optimizer.skip_nonfinite, which need the whole gradient before",
+        ),
+        (["offload.cache=1"], "unknown key 'offload.cache'; offload has store, host_memory, "),
+        (["cache=1"], "unknown key 'cache'\n"),
+        (["offload.tracee=1"], "did you mean 'run.trace'?"),
+        (["offload.durabilty=step"], "did you mean 'offload.durability'?"),
+        (
+            ["offload.host_memory=[]"],
+            "offload.host_memory: expected a size such as 1.2GiB, 800MB or 4096, got a list",
+        ),
+        (
+            ["offload.device_memory={a: 1}"],
+            "expected a size such as 1.2GiB, 800MB or 4096, got keys with values",
+        ),
+        (["optimizer.loss_scale=[]"], "expected null, dynamic or a positive number, got a list"),
         (
             ["offload.update=in_backward", "optimizer.clip_norm=null", "optimizer.skip_nonfinite=true"],
             "cannot wait for optimizer.skip_nonfinite",
@@ -479,3 +499,7 @@ def test_a_key_that_may_change_must_exist() -> None:
     told = faults_of(overrides=("run.allow_changed=[optimizer.lr, train.sed]",))
     assert "run.allow_changed: there is no key 'optimizer.lr'\n" in told + "\n"
     assert "'train.sed'; did you mean 'train.seed'?" in told
+    assert (
+        "there is no key 'offload.cache'\n"
+        in faults_of(overrides=("run.allow_changed=[offload.cache]",)) + "\n"
+    )
