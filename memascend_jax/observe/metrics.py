@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """``metrics.jsonl``: one line per step, durable before the step is committed, cut back when a run is resumed.
 
-The update of a step runs beside the next step, whose line has its bytes and what was waited for it. Where a run ends or
-stops, a line with ``"drain": true`` has those of the last update.
+The update of a step runs beside the next step, whose line has what was waited for it. The bytes of a line are those
+moved from the beginning of the update before its step to the beginning of its own, which is at the end of the backward,
+or with updates in the backward at its beginning: so each line but the first has one whole update. Where a run ends or
+stops, a line with ``"drain": true`` has what came after its last step's.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ class StepResult:
         loss: mean over the trained tokens, before the update; without the loss scale.
         grad_norm: global norm of the rounded gradients before clipping, without the loss scale; inf if it was skipped.
         tokens: trained tokens.
-        io_bytes: read from and written to SSD before the update of this step began, of which a reading ahead would
-            otherwise count here or there by chance.
+        io_bytes: read from and written to SSD before the update of this step began, in the backward or after it:
+            what an update beside the step has done by another moment is chance.
         loss_scale: factor that the loss of this step had.
         scaling: the loss scale and the counters after this step.
         skipped: why nothing was updated, or None.
@@ -116,20 +116,24 @@ class TrainStep:
         learning_rate = self._schedule(step - 1)
         loss_scale = self.scaling.value
 
+        moved: tuple[int, int] | None = None
+
         def before_backward() -> None:
+            nonlocal moved
             if self._in_backward:
                 self._updater.begin_early(self._update_scale(step, learning_rate, 1.0))
+                moved = self._updater.io_bytes()
 
         loss, gradients = self._model.loss_and_gradients(
             micro_batches, rows, before_backward, loss_scale=loss_scale, micro_norms=self._asked.noise
         )
+        moved = self._updater.io_bytes() if moved is None else moved
         why = _why_nonfinite(loss, gradients) if self._policy.skips else None
         if why is None:
-            norm, moved = self._begin_update(step, learning_rate, loss, gradients, rows)
+            norm = self._begin_update(step, learning_rate, loss, gradients, rows)
             self.scaling = self.scaling.after_good_step(self._policy)
         else:
-            norm, moved = math.inf, self._updater.io_bytes()
-            why = self._skip(step, why)
+            norm, why = math.inf, self._skip(step, why)
         tokens = [float(micro_batch.weights.sum()) for micro_batch in micro_batches]
         return StepResult(
             step,
@@ -153,8 +157,8 @@ class TrainStep:
 
     def _begin_update(
         self, step: int, learning_rate: float, loss: float, gradients: StepGradients, rows: BatchRows
-    ) -> tuple[float, tuple[int, int]]:
-        """Returns the norm, and the bytes moved before the update."""
+    ) -> float:
+        """Returns the norm."""
         if not math.isfinite(loss):
             raise NonfiniteError(
                 f"the loss of step {step} is {loss}; nothing of this step was applied. {_REMEDY}"
@@ -162,9 +166,8 @@ class TrainStep:
         loss_scale = self.scaling.value
         norm = gradients.global_norm() / loss_scale
         grad_scale = clip_scale(norm, self._clip_norm) / loss_scale
-        moved = self._updater.io_bytes()
         self._updater.begin(gradients, self._update_scale(step, learning_rate, grad_scale), rows.ahead)
-        return norm, moved
+        return norm
 
     def _skip(self, step: int, why: str) -> str:
         """Leaves the state as it is and returns the sentence that says so."""
