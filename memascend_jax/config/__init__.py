@@ -7,7 +7,7 @@ builds anything or imports jax; the parts of the library take plain values, neve
 
 from memascend_jax.config.compare import CONTENT_KEYS, Change, config_digest, not_allowed, training_changes
 from memascend_jax.config.load import load_config, recipe_names, recipe_path
-from memascend_jax.config.schema import Config, store_paths
+from memascend_jax.config.schema import Config, has_store, store_paths
 from memascend_jax.config.sections import (
     CheckpointSection,
     DataSection,
@@ -34,6 +34,7 @@ __all__ = [
     "TrainSection",
     "config_digest",
     "describe_keys",
+    "has_store",
     "load_config",
     "not_allowed",
     "recipe_names",

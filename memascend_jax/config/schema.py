@@ -57,6 +57,11 @@ def choices(field: FieldInfo) -> tuple[str, ...]:
     return tuple(arguments) if is_choice else ()
 
 
+def has_store(config: Config) -> bool:
+    """Returns whether a run keeps its state in a store, from which it can go on."""
+    return config.offload.placement not in ("host", "memory")
+
+
 def store_paths(config: Config) -> tuple[Path, ...]:
     """Returns the paths of the run's store: ``offload.store``, or the one file in ``run.dir``."""
     if config.offload.store:

@@ -26,11 +26,14 @@ exit status: 0 done, 1 run failed, 2 configuration, 3 machine unfit, 4 does not 
 logger = logging.getLogger(__name__)
 
 
-def exit_status(call: Callable[[], int]) -> int:
+def exit_status(call: Callable[[], int], *, resumable: bool = False) -> int:
     """Returns what ``call`` returns, or the exit status of its failure after writing the message to stderr.
 
     A failure that no class of ``memascend_jax.errors`` and no errno explains is a defect and keeps its
     traceback.
+
+    Args:
+        resumable: ``call`` is a run, which goes on where it ended.
     """
     try:
         return call()
@@ -44,7 +47,7 @@ def exit_status(call: Callable[[], int]) -> int:
         return 0
     except OSError as error:
         if is_disk_full(error):
-            _say(_disk_full(error))
+            _say(_disk_full(error, resumable))
             return StoreError.exit_code
         _say(str(error))
         logger.debug("failed", exc_info=error)
@@ -151,7 +154,7 @@ def _ignore_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _disk_full(error: OSError) -> str:
+def _disk_full(error: OSError, resumable: bool) -> str:
     what, where = error.strerror or str(error), ""
     if isinstance(error.filename, str):
         what += f": '{error.filename}'"
@@ -160,10 +163,8 @@ def _disk_full(error: OSError) -> str:
             parents = Path(error.filename).absolute().parents
             disk = os.statvfs(next(folder for folder in parents if folder.is_dir()))
             where = f" ({disk.f_bavail * disk.f_frsize:,} bytes are free there)"
-    return (
-        f"{what}{where}; free space, then give the same command again: a run on SSD goes on from its last "
-        "committed step"
-    )
+    goes_on = ": a run on SSD goes on from its last committed step" if resumable else ""
+    return f"{what}{where}; free space, then give the same command again{goes_on}"
 
 
 def _say(message: str) -> None:

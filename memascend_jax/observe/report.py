@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from memascend_jax.errors import DataError
 from memascend_jax.observe.metrics import read_lines
 from memascend_jax.observe.overlap import phase_overlaps
 from memascend_jax.observe.process import is_gone
+from memascend_jax.observe.step_figures import step_figures
 from memascend_jax.observe.trace_file import find_trace, read_events
 
 SCHEMA = 1
@@ -20,8 +20,8 @@ SCHEMA = 1
 def read_run(folder: Path) -> dict[str, Any]:
     """Returns ``status``, ``summary``, the number of metrics lines, and the ``overlap`` of computing and I/O of a run.
 
-    Before a run has written its ``summary.json`` the summary holds what its metrics tell so far. The ``state`` of a
-    run whose process ended without saying so is ``died``. Without a trace the overlap is empty.
+    Before a run has written its ``summary.json`` the summary holds what its plan and its metrics tell so far. The
+    ``state`` of a run whose process ended without saying so is ``died``. Without a trace the overlap is empty.
 
     Raises:
         DataError: the folder is not one of a run, or a file in it is damaged.
@@ -31,6 +31,7 @@ def read_run(folder: Path) -> dict[str, Any]:
     status, summary = _read_json(folder / "status.json"), read_summary(folder)
     metrics = folder / "metrics.jsonl"
     lines = read_lines(metrics) if metrics.is_file() else []
+    drains = read_lines(metrics, drain=True) if metrics.is_file() else []
     if status is None and summary is None and not lines:
         raise DataError(
             f"cannot report on '{folder}': it holds no status.json, summary.json or metrics.jsonl; give the run.dir"
@@ -42,7 +43,7 @@ def read_run(folder: Path) -> dict[str, Any]:
         "schema": SCHEMA,
         "run_dir": str(folder),
         "status": status or {},
-        "summary": summary or _so_far(lines),
+        "summary": summary or _so_far(folder, lines, drains),
         "steps_recorded": len(lines),
         "overlap": _overlap(folder),
     }
@@ -70,18 +71,14 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     return value
 
 
-def _so_far(lines: list[dict[str, Any]]) -> dict[str, Any]:
+def _so_far(folder: Path, lines: list[dict[str, Any]], drains: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns what ``summary.json`` would have of a run that has not ended: what was planned, and its steps."""
     if not lines:
         return {}
-    steady = lines[1:] or lines
-    seconds = sum(line["step_seconds"] for line in steady)
-    return {
-        **lines[-1],
-        "loss_first": lines[0]["loss"],
-        "loss_last": lines[-1]["loss"],
-        "step_seconds_median": statistics.median(line["step_seconds"] for line in steady),
-        "tokens_per_second": sum(line["tokens"] for line in steady) / seconds if seconds else None,
-        "ssd_read_bytes_per_step": round(statistics.median(line["ssd_read_bytes"] for line in steady)),
-        "ssd_write_bytes_per_step": round(statistics.median(line["ssd_write_bytes"] for line in steady)),
-        "ssd_write_bytes": sum(line["ssd_write_bytes"] for line in lines),
+    plan = _read_json(folder / "plan.json") or {}
+    planned = {
+        "parameters": plan.get("parameters"),
+        "planned_ssd_read_bytes_per_step": plan.get("ssd_read_bytes_per_step"),
+        "planned_ssd_write_bytes_per_step": plan.get("ssd_write_bytes_per_step"),
     }
+    return {**planned, **lines[-1], **step_figures(lines, drains)}

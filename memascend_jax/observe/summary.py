@@ -9,12 +9,11 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from memascend_jax.observe.step_clock import SPANS
+from memascend_jax.observe.step_figures import SPLIT
 from memascend_jax.units import format_bytes, format_duration
 
 #: Question, the data's answer, the model's answer before, and after.
 Sample = tuple[str, str, str, str]
-_SPLIT = ("compute", *SPANS)
 
 
 def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -104,10 +103,15 @@ def _host(summary: Mapping[str, Any]) -> str | None:
 
 
 def _split(summary: Mapping[str, Any]) -> str | None:
-    total = summary.get("step_seconds_median")
-    parts = [(name, summary.get(name)) for name in _SPLIT]
-    shown = [f"{name.replace('_', ' ')} {value / total:.0%}" for name, value in parts if value and total]
-    return ", ".join(shown) or None
+    """The shares of the steps' time, in whole percent that add up to no more than 100."""
+    total = summary.get("step_seconds")
+    parts = {name: summary[name] / total for name in SPLIT if total and summary.get(name)}
+    # Each rounded by itself they could be 102 together: the largest remainders are rounded up.
+    whole = {name: int(share * 100) for name, share in parts.items()}
+    left = round(sum(parts.values()) * 100) - sum(whole.values())
+    for name in sorted(parts, key=lambda name: whole[name] - parts[name] * 100)[:left]:
+        whole[name] += 1
+    return ", ".join(f"{name.replace('_', ' ')} {percent}%" for name, percent in whole.items()) or None
 
 
 def status_line(status: Mapping[str, Any]) -> Text:

@@ -17,7 +17,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from memascend_jax.checkpoints.export import export_huggingface
-from memascend_jax.config import Config, to_dict
+from memascend_jax.config import Config, has_store, to_dict
 from memascend_jax.data.batches import BatchOrder, steps_of_epochs
 from memascend_jax.data.dataset import Dataset
 from memascend_jax.errors import ConfigError, MemascendError, RunError, StoppedError
@@ -52,7 +52,7 @@ from memascend_jax.recipes.resume import (
     sequences_read,
 )
 from memascend_jax.recipes.run_folder import RunFolder
-from memascend_jax.recipes.run_store import durability_note, has_store, open_store
+from memascend_jax.recipes.run_store import durability_note, open_store
 from memascend_jax.recipes.run_summary import summarise
 from memascend_jax.recipes.session import Session, open_arena, open_session
 from memascend_jax.recipes.store_place import check_places

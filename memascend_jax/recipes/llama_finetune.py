@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         return run_training(config)
 
-    return exit_status(run)
+    return exit_status(run, resumable=True)
 
 
 def program() -> NoReturn:

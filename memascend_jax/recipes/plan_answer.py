@@ -9,17 +9,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from memascend_jax.config import Config, store_paths
+from memascend_jax.config import Config, has_store, store_paths
 from memascend_jax.errors import DataError
 from memascend_jax.memory.meter import available_memory_bytes
 from memascend_jax.models.known_shapes import known_config
 from memascend_jax.models.planned_shape import PlannedShape, planned_shape
 from memascend_jax.recipes.checkpoint_space import (
     CheckpointSpace,
+    check_checkpoint_folder,
     check_checkpoint_space,
     checkpoint_space,
+    saves_checkpoints,
 )
 from memascend_jax.recipes.planning import disk_free_bytes, plan_config, plan_from_config, workload_of
+from memascend_jax.recipes.run_folder import RunFolder
+from memascend_jax.recipes.store_place import check_places
 from memascend_jax.storage.tensor_store import bytes_needed
 from memascend_jax.training.plan import RunPlan
 from memascend_jax.training.step_time import PhaseTime, Speeds, bottleneck, predict_step
@@ -99,12 +103,25 @@ def answer_for_config(config: Config, speeds: Speeds | None, *, device_is_host: 
 
     Raises:
         BudgetError: it does not fit the budget, this machine's memory, or the disk.
+        StoreError: its store cannot be made where it should be.
+        ConfigError: it could not write its folder, or its checkpoints.
     """
+    _check_places(config)
     plan = plan_from_config(config, device_is_host=device_is_host)
     answer = _answer(config, plan, config.model.source, speeds, [], disk_free_bytes(store_paths(config)))
     if answer.checkpoints is not None:
         check_checkpoint_space(answer.checkpoints, plan.disk_bytes)
     return answer
+
+
+def _check_places(config: Config) -> None:
+    """Looks where a new run would write, as the run does before its first byte."""
+    if saves_checkpoints(config):
+        check_checkpoint_folder(config)
+    RunFolder(config).check_writable()
+    if has_store(config):
+        # What a run that is under way takes may be asked for too.
+        check_places(config, open_stores=False)
 
 
 def answer_for_model(
@@ -123,7 +140,9 @@ def answer_for_model(
     shape = planned_shape(read_model_config(model))
     plan = plan_config(config, shape.config, n_examples=0, this_machine=False, device_is_host=device_is_host)
     notes = [*shape.notes, *_machine_notes(config, shape)]
-    return _answer(config, plan, model, speeds, notes, None, idle_elements=shape.idle_elements)
+    return _answer(
+        config, plan, model, speeds, notes, None, idle_elements=shape.idle_elements, this_machine=False
+    )
 
 
 def read_model_config(model: str) -> Mapping[str, Any]:
@@ -165,6 +184,7 @@ def _answer(
     free: int | None,
     *,
     idle_elements: int = 0,
+    this_machine: bool = True,
 ) -> PlanAnswer:
     workload = workload_of(config)
     phases = predict_step(plan, workload, speeds, idle_elements=idle_elements) if speeds else []
@@ -172,5 +192,6 @@ def _answer(
         notes.append(
             "the host's share of an accelerator's runtime is not in the plan: what is counted was measured on CPU"
         )
-    space = checkpoint_space(config, plan.layout.format, plan.layout.tensors, plan.layout.frozen)
+    layout = plan.layout
+    space = checkpoint_space(config, layout.format, layout.tensors, layout.frozen, this_machine=this_machine)
     return PlanAnswer(plan, model, speeds, phases, notes, free, space)

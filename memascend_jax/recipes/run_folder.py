@@ -12,12 +12,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from memascend_jax.config import Config, store_paths, to_yaml
+from memascend_jax.config import Config, has_store, store_paths, to_yaml
 from memascend_jax.errors import ConfigError
 from memascend_jax.observe.failure import is_disk_full
 from memascend_jax.observe.oom import oom_count, oom_kills_since
 from memascend_jax.observe.process import is_gone, this_process
-from memascend_jax.recipes.run_store import has_store
+from memascend_jax.observe.whole_file import write_text_whole
 from memascend_jax.storage.existing_path import nearest_existing
 from memascend_jax.units import counted
 
@@ -258,18 +258,7 @@ class RunFolder:
         return path.exists() and path.stat().st_size > 0
 
     def _write(self, name: str, text: str) -> None:
-        draft = self.path / f".{name}.new"
-        try:
-            draft.write_text(text, encoding="utf-8")
-            draft.replace(self.path / name)
-        except BaseException as error:
-            with contextlib.suppress(OSError):
-                draft.unlink(missing_ok=True)
-            if isinstance(error, OSError):
-                raise OSError(
-                    error.errno, f"cannot write a file of the run: {error.strerror}", str(self.path / name)
-                ) from error
-            raise
+        write_text_whole(self.path / name, text, "a file of the run")
 
 
 def _json_text(values: dict[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from memascend_jax.config import Config, store_paths
+from memascend_jax.config import Config, has_store, store_paths
 from memascend_jax.errors import StoreError
 from memascend_jax.memory.arena import PinnedArena
 from memascend_jax.recipes.resume import Found, check_settings
@@ -17,11 +17,6 @@ from memascend_jax.training.plan import RunPlan
 from memascend_jax.training.plan_memory import BOUNCE_BYTES
 from memascend_jax.training.run_state import RunState
 from memascend_jax.units import format_bytes
-
-
-def has_store(config: Config) -> bool:
-    """Returns whether a run keeps its state in a store, from which it can go on."""
-    return config.offload.placement not in ("host", "memory")
 
 
 def find_run(config: Config) -> Found | None:

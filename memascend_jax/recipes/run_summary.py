@@ -3,15 +3,12 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from memascend_jax.observe.step_clock import SPANS
+from memascend_jax.observe.step_figures import step_figures
 from memascend_jax.training.plan import RunPlan
 from memascend_jax.training.run_state import RunState
-
-_SPLIT = ("step_seconds", *SPANS, "compute")
 
 
 def summarise(
@@ -23,7 +20,7 @@ def summarise(
 ) -> dict[str, Any]:
     """Returns the contents of ``summary.json`` from the lines of the steps and of the last update.
 
-    Times and bytes per step are medians over all steps but the first, which compiles and has no update beside it.
+    Of the steps it has the figures of ``observe.step_figures``.
 
     Args:
         peak_bytes: the highest resident memory of this process; a resumed run's earlier ones are in ``lines``.
@@ -47,12 +44,7 @@ def summarise(
         # Somebody has removed the metrics; what the store remembers is told all the same.
         losses = {name: results.get(name) for name in ("loss_first", "loss_last")}
         return {**known, **losses, "host_peak_bytes": peak_bytes}
-    moved = {name: _per_step(name, lines, drains) for name in ("ssd_read_bytes", "ssd_write_bytes")}
-    steady = lines[1:] or lines
     last = lines[-1]
-    split = {name: round(statistics.median(line.get(name, 0.0) for line in steady), 6) for name in _SPLIT}
-    seconds = sum(line["step_seconds"] for line in steady)
-    tokens = sum(line["tokens"] for line in steady)
     return {
         **known,
         "loss": last["loss"],
@@ -61,23 +53,8 @@ def summarise(
         "loss_scale": last["loss_scale"],
         "skipped_steps": last["skipped_steps"],
         **({"noise_scale": last["noise_scale"]} if "noise_scale" in last else {}),
-        "loss_first": lines[0]["loss"],
-        "loss_last": last["loss"],
-        "step_seconds_median": split["step_seconds"],
-        "tokens_per_second": round(tokens / seconds, 2),
-        **split,
-        "ssd_read_bytes": sum(line["ssd_read_bytes"] for line in (*lines, *drains)),
-        "ssd_write_bytes": sum(line["ssd_write_bytes"] for line in (*lines, *drains)),
-        "ssd_read_bytes_per_step": moved["ssd_read_bytes"],
-        "ssd_write_bytes_per_step": moved["ssd_write_bytes"],
+        **step_figures(lines, drains),
         "host_rss_bytes": last["host_rss_bytes"],
         "host_peak_bytes": max(peak_bytes, *(line["host_peak_bytes"] for line in lines)),
         "device_peak_bytes": last["device_peak_bytes"],
     }
-
-
-def _per_step(name: str, lines: Sequence[dict[str, Any]], drains: Sequence[dict[str, Any]]) -> int:
-    """The bytes of a step with its update: a run of a single step has it in the closing line."""
-    if len(lines) == 1:
-        return int(sum(line[name] for line in (*lines, *drains)))
-    return int(statistics.median(int(line[name]) for line in lines[1:]))

@@ -185,7 +185,7 @@ def test_summary_shows_change_and_share_of_the_plan() -> None:
                 "eval_loss_after": 3.0,
                 "ssd_read_bytes_per_step": 2 << 30,
                 "planned_ssd_read_bytes_per_step": 1 << 30,
-                "step_seconds_median": 2.0,
+                "step_seconds": 2.0,
                 "compute": 1.0,
                 "skipped_steps": 0,
             }
@@ -214,7 +214,43 @@ def test_report_of_a_running_run_is_made_from_its_metrics(tmp_path: Path) -> Non
     run = read_run(tmp_path)
     assert run["steps_recorded"] == 3
     assert run["summary"]["step_seconds_median"] == 2.0
+    assert "of the plan" not in str(summary_rows(run["summary"]))
     assert str(status_line(run["status"])) == "running at step 3 of 9"
+
+
+def test_report_of_a_killed_run_compares_with_its_plan_and_its_split_is_one_step(tmp_path: Path) -> None:
+    plan = {"parameters": 7, "ssd_read_bytes_per_step": 1000, "ssd_write_bytes_per_step": 500}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    waited = [0.0, 0.5, 1.9, 0.5, 0.5, 1.9]
+    with MetricsFile(tmp_path / "metrics.jsonl") as metrics:
+        for step, wait in enumerate(waited, start=1):
+            moved = {"ssd_read_bytes": 1000 * (step > 1), "ssd_write_bytes": 500}
+            seconds = 1.0 + 2 * wait
+            split = {"ssd_read_wait": wait, "compute": seconds - wait}
+            metrics.write(line(step, step_seconds=seconds) | moved | split)
+    summary = read_run(tmp_path)["summary"]
+    rows = dict(summary_rows(summary))
+    assert rows["parameters"] == "7"
+    assert rows["read from SSD per step"] == "1000 B  (1.000 of the plan)"
+    assert rows["written to SSD per step"] == "500 B  (1.000 of the plan)"
+    # 5 and 5.3 seconds of the steps but the first; the last one by itself has 60 and 40 %.
+    assert rows["time of a step"] == "compute 66%, ssd read wait 34%"
+
+
+@pytest.mark.parametrize(
+    ("parts", "told"),
+    [
+        ((1, 1, 1), [34, 33, 33]),
+        ((0.505, 0.335, 0.15), [51, 33, 15]),
+        ((0.995, 0.005), [100]),
+    ],
+)
+def test_shares_of_a_step_are_never_more_than_the_whole(parts: tuple[float, ...], told: list[int]) -> None:
+    names = ("compute", "ssd_read_wait", "optimizer")
+    summary = {"step_seconds": max(sum(parts), 1.0), **dict(zip(names, parts, strict=False))}
+    shares = dict(summary_rows(summary))["time of a step"]
+    assert sum(map(int, re.findall(r"(\d+)%", shares))) <= 100
+    assert [int(share) for share in re.findall(r"(\d+)%", shares)][: len(told)] == told
 
 
 def test_process_is_gone_when_it_ended_or_its_number_is_anothers() -> None:

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -145,6 +147,29 @@ def test_losses_of_training_and_of_held_out_data_are_two_curves(run_dir: Path) -
     training, held_out = loss.series
     assert next(zip(training.x, training.y, strict=True)) == (1, 3.9)
     assert list(zip(held_out.x, held_out.y, strict=True)) == [(0, 4.5), (3, 3.9), (5, 3.5)]
+
+
+@pytest.mark.parametrize("name", ["report.html", "report.png"])
+def test_report_on_a_full_disk_names_its_file_and_leaves_the_one_before(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    def half_written(draft: Path) -> None:
+        draft.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def write_text(draft: Path, text: str, **_: object) -> None:
+        half_written(draft) if name == "report.html" else draft.write_bytes(text.encode())
+
+    monkeypatch.setattr(report_files, "has_matplotlib", lambda: name == "report.png")
+    monkeypatch.setattr(report_files, "write_png", lambda charts, draft, title: half_written(draft))
+    (run_dir / name).write_text("the one before")
+    monkeypatch.setattr(Path, "write_text", write_text)
+    assert cli.main(["report", str(run_dir)]) == 6
+    told = capsys.readouterr().err
+    assert f"cannot write the report: No space left on device: '{run_dir / name}' (" in told
+    assert told.endswith("; free space, then give the same command again\n")
+    assert (run_dir / name).read_text() == "the one before"
+    assert not list(run_dir.glob(".*"))
 
 
 def test_nothing_recorded_is_nothing_drawn(tmp_path: Path) -> None:

@@ -250,12 +250,12 @@ def test_full_disk_ends_a_run_with_its_numbers_and_the_status_that_it_failed(
                 raise
             return 0
 
-        assert exit_status(run) == 6
+        assert exit_status(run, resumable=True) == 6
         told = capsys.readouterr().err
         path = re.escape(str(folder.path / "summary.json"))
         assert re.search(rf"'{path}' \([\d,]+ bytes are free there\)", told)
         assert "No space left on device" in told
-        assert "free space, then give the same command again" in told
+        assert "free space, then give the same command again: a run on SSD goes on" in told
         assert sorted(path.name for path in folder.path.iterdir()) == names
         status = read_run(folder.path)["status"]
         assert (status["state"], status["step"]) == ("failed", 3)
