@@ -64,7 +64,7 @@ def plan_config(
     trained = tensor_settings(config.optimizer, tensors)
     choices = [replace(depths, tile_elements=tile_elements or depths.tile_elements) for depths in CHOICES]
     fmt, frozen = state_format_of(config), frozenset(tensor.name for tensor in tensors) - trained.keys()
-    space = checkpoint_space(config, fmt, tensors, frozen)
+    space = checkpoint_space(config, fmt, tensors, frozen, this_machine=this_machine)
     return plan_run(
         shape,
         fmt,
@@ -82,6 +82,7 @@ def plan_config(
         frozen=frozen,
         more=checkpoint_consumers(config),
         reserved_bytes=space.missing_bytes if space is not None and space.on_store_disk else 0,
+        available_bytes=available_here() if this_machine else None,
     )
 
 
@@ -89,7 +90,11 @@ def workload_of(config: Config, n_examples: int = 0) -> Workload:
     """Returns what a step of the run computes on."""
     train = config.train
     return Workload(
-        train.micro_batch_size, train.gradient_accumulation_steps, config.data.seq_len, n_examples
+        train.micro_batch_size,
+        train.gradient_accumulation_steps,
+        config.data.seq_len,
+        n_examples,
+        micro_norms=config.optimizer.log_noise_scale,
     )
 
 
@@ -117,9 +122,7 @@ def state_format_of(config: Config) -> StateFormat:
 
 
 def _budget(config: Config, this_machine: bool) -> int:
-    # What this process holds already is part of what it may hold.
-    room = memory_room()
-    available = room.available_bytes + take_sample().anonymous_bytes
+    room, available = memory_room(), available_here()
     asked = config.offload.host_memory
     if this_machine and asked is not None and asked > available:
         raise BudgetError(
@@ -127,6 +130,11 @@ def _budget(config: Config, this_machine: bool) -> int:
             f"{room.where}; lower it, or free memory"
         )
     return available if asked is None else asked
+
+
+def available_here() -> int:
+    """Returns the bytes that a run in this process could have resident: what it holds already counts."""
+    return memory_room().available_bytes + take_sample().anonymous_bytes
 
 
 def disk_free_bytes(paths: Sequence[Path]) -> int | None:

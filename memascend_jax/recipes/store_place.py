@@ -15,20 +15,27 @@ from memascend_jax.errors import StoreError
 from memascend_jax.storage import filesystem
 from memascend_jax.storage.device import existing_contents, open_member, resolve_paths
 from memascend_jax.storage.existing_path import nearest_existing
+from memascend_jax.storage.formatting import is_member
 
 
-def check_places(config: Config) -> None:
-    """Returns when every member of a new store can be made where it should be.
+def check_places(config: Config, *, open_stores: bool = True) -> None:
+    """Returns when every member of a new store can be made where it should be; writes nothing.
+
+    Args:
+        open_stores: whether a store that is there already is opened and locked, which it cannot be while a run has it;
+            else it is enough that this user may write it.
 
     Raises:
         StoreError: a path holds something else, is in use, is not on a disk, cannot be written, or lies in a folder
             that is not there.
     """
     for path in map(Path, resolve_paths(store_paths(config))):
-        if path.exists():
+        if not path.exists():
+            _check_absent(path, config)
+        elif open_stores or not is_member(str(path)):
             _check_present(path, config)
         else:
-            _check_absent(path, config)
+            _check_writable(path)
 
 
 def _check_present(path: Path, config: Config) -> None:
@@ -47,6 +54,10 @@ def _check_present(path: Path, config: Config) -> None:
             f"cannot create the store of the run on '{path}': it holds {found}; choose another offload.store or, to "
             f"lose that for good, {way}"
         )
+    _check_writable(path)
+
+
+def _check_writable(path: Path) -> None:
     if not os.access(path, os.W_OK):
         raise StoreError(f"cannot write the store '{path}': this user may not; choose another offload.store")
 

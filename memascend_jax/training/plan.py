@@ -167,6 +167,7 @@ def plan_run(
     frozen: frozenset[str] = frozenset(),
     more: Sequence[Consumer] = (),
     reserved_bytes: int = 0,
+    available_bytes: int | None = None,
 ) -> RunPlan:
     """Returns the fastest plan that keeps the budget.
 
@@ -183,6 +184,7 @@ def plan_run(
         frozen: tensors that are not trained; not all of them.
         more: what the run takes of host memory besides a step.
         reserved_bytes: of ``disk_free_bytes``, what is for other things than the store.
+        available_bytes: host memory that there is, beyond which no budget helps; None: as much as is asked for.
 
     Raises:
         BudgetError: not even the smallest choice fits, with the numbers and what would help.
@@ -216,7 +218,10 @@ def plan_run(
             candidates.append((layout_of(depths.tile_elements, depths.head_tile_bytes), depths))
             yield memory_of(candidates[-1], workload)
 
-    choose_plan(memory_plans(), lambda: _options(partial(memory_of, candidates[-1]), workload, placement))
+    choose_plan(
+        memory_plans(),
+        lambda: _options(partial(memory_of, candidates[-1]), workload, placement, available_bytes),
+    )
     layout, depths = candidates[-1]
     if spend and on_ssd:
         spare = budget_bytes - memory_of((layout, depths), workload).total_bytes
@@ -329,11 +334,16 @@ def _traffic(layout: ModelLayout, depths: Depths, workload: Workload) -> tuple[P
 
 
 def _options(
-    memory_of: Callable[[Workload], MemoryPlan], workload: Workload, placement: str
+    memory_of: Callable[[Workload], MemoryPlan],
+    workload: Workload,
+    placement: str,
+    available_bytes: int | None,
 ) -> Iterator[str]:
     """Yields what would make the smallest choice fit, the nearest of each kind, with the memory it would need."""
     minimum = round_up(memory_of(workload).total_bytes, MIB)
-    yield f"offload.host_memory={minimum // MIB}MiB or more"
+    fits_here = available_bytes is None or minimum <= available_bytes
+    if fits_here:
+        yield f"offload.host_memory={minimum // MIB}MiB or more"
     if placement != "ssd":
         yield "offload.placement=ssd"
     told: set[str] = set()
@@ -343,3 +353,5 @@ def _options(
         if needed.fits and key not in told:
             told.add(key)
             yield f"{words} ({format_bytes(needed.total_bytes)})"
+    if not fits_here:
+        yield f"a machine with {format_bytes(minimum)} of memory available"

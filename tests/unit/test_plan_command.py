@@ -13,6 +13,7 @@ import pytest
 
 from memascend_jax import cli
 from memascend_jax.recipes.machine_speed import measure_update_rate
+from memascend_jax.storage.tensor_store import TensorStore
 from memascend_jax.units import parse_quantity
 
 
@@ -84,7 +85,7 @@ def test_a_config_json_is_planned_whatever_its_architecture(
 
 
 def test_a_recipe_can_be_named_without_an_option(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", "tiny_random", "train.steps=3"]) == 0
+    assert cli.main(["plan", "tiny_random", "train.steps=3", "offload.direct_io=optional"]) == 0
     out = capsys.readouterr().out
     assert "disk space" in out
     assert "free" in out
@@ -121,6 +122,20 @@ def test_a_budget_too_small_is_refused_with_the_minimum_and_status_4(
     assert "data.seq_len=" in captured.err
 
 
+def test_a_budget_that_this_machine_does_not_have_is_no_advice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = (f"run.dir={tmp_path}", "offload.direct_io=optional", "train.micro_batch_size=10000000")
+    assert cli.main(["plan", "tiny_random", *more]) == 4
+    advice = capsys.readouterr().err.partition("What would help: ")[2]
+    assert "offload.host_memory=" not in advice
+    assert advice.startswith("train.micro_batch_size=")
+    assert "; a machine with " in advice
+    # What there is may be given.
+    assert cli.main(["plan", "tiny_random", *more[:2], "offload.host_memory=1MiB"]) == 4
+    assert "What would help: offload.host_memory=" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
@@ -144,6 +159,34 @@ def test_a_damaged_config_json_is_named(tmp_path: Path, capsys: pytest.CaptureFi
         path.write_text(text)
         assert cli.main(["plan", str(path)]) == 5
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("setting", "status", "message"),
+    [
+        ("offload.store=/dev/null", 6, "neither a regular file nor a block device"),
+        ("offload.store=/proc", 6, "not on a disk"),
+        ("offload.store=/nonexistent/x", 6, "'/nonexistent' does not exist"),
+        ("offload.store=/etc/passwd", 6, "it holds data of an unknown kind"),
+        ("run.dir=/etc/passwd/run", 2, "'/etc/passwd' is not a folder"),
+        ("checkpoint.dir=/etc/passwd", 2, "'/etc/passwd' is not a folder"),
+    ],
+)
+def test_places_that_the_run_would_refuse_are_refused_with_its_status(
+    tmp_path: Path, setting: str, status: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = (f"run.dir={tmp_path / 'run'}", "checkpoint.every=1", "offload.direct_io=optional", setting)
+    assert cli.main(["plan", "tiny_random", *more]) == status
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+    # A model on another machine is not asked where its store goes on this one.
+    assert cli.main(["plan", "--model", "smollm2-135m", *more]) == 0
+
+
+def test_a_store_that_a_run_is_using_can_be_planned_for(tmp_path: Path) -> None:
+    more = (f"offload.store={tmp_path / 's'}", f"run.dir={tmp_path / 'run'}", "offload.direct_io=optional")
+    with TensorStore.create(tmp_path / "s", capacity="1MiB", direct_io="optional"):
+        assert cli.main(["plan", "tiny_random", *more]) == 0
 
 
 def test_known_models_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
