@@ -118,6 +118,9 @@ def _device_consumers(layout: ModelLayout, depths: Depths, workload: Workload) -
     # Two layers' rounded gradients exist at once: one leaves while the next is computed. Sums over micro-batches are
     # in fp32; of the operands of products the largest exist widened.
     summed = 4 if workload.gradient_accumulation_steps > 1 else 0
+    if workload.micro_norms:
+        # A micro-batch's gradient is there beside the sum until its norm is known.
+        summed += 4
     gradients = _most_trained(layout) * (2 * grad + summed)
     layer = gradients + 4 * (tokens * (10 * hidden + 5 * inner) + 3 * max(parts))
     rows = min(2 * workload.step_tokens, config.vocab_size) * hidden

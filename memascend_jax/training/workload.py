@@ -12,12 +12,13 @@ SHORTEST_SEQUENCE = 64
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What one step computes on."""
+    """What one step computes on; ``micro_norms``: the norm of each micro-batch's gradient is found out too."""
 
     micro_batch_size: int
     gradient_accumulation_steps: int
     seq_len: int
     n_examples: int
+    micro_norms: bool = False
 
     @property
     def micro_batch_tokens(self) -> int:
