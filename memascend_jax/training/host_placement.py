@@ -177,6 +177,9 @@ class HostPlacement(MemoryPlacement):
 
     def _gradient_address(self, tensor: str) -> int:
         lease = self._passing.get(tensor)
+        if lease is None and tensor in self._early_tensors:
+            # An update that has failed meanwhile let all gradients go.
+            self._update.check()
         return lease.address if lease is not None else super()._gradient_address(tensor)
 
     def _address(self, piece: UpdatePiece, leaf: str) -> int:
