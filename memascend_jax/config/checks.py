@@ -145,11 +145,12 @@ def _offload(config: Config) -> Iterator[Finding]:
         if is_on
     ]
     if offload.update == "in_backward" and coupled:
+        need, them = ("needs", "it") if len(coupled) == 1 else ("need", "them")
+        how = " (clip_norm: null)" if "optimizer.clip_norm" in coupled else ""
         yield (
             ("offload.update", *coupled),
-            f"offload.update=in_backward cannot wait for {' and '.join(coupled)}, which"
-            f" {'needs' if len(coupled) == 1 else 'need'} the whole gradient"
-            " before the first update; leave them out (clip_norm: null) or use offload.update=exact",
+            f"offload.update=in_backward cannot wait for {' and '.join(coupled)}, which {need} the whole gradient"
+            f" before the first update; leave {them} out{how} or use offload.update=exact",
         )
     if offload.update == "in_backward" and config.model.compute_dtype == "float16":
         yield (

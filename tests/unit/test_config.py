@@ -303,11 +303,13 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
         (["optimizer.loss_scale=dynamic"], "optimizer.loss_scale is for model.compute_dtype=float16"),
         (
             ["offload.update=in_backward"],
-            "cannot wait for optimizer.clip_norm, which needs the whole gradient before",
+            "cannot wait for optimizer.clip_norm, which needs the whole gradient before the first update; leave it out"
+            " (clip_norm: null) or",
         ),
         (
             ["offload.update=in_backward", "optimizer.skip_nonfinite=true"],
-            "optimizer.clip_norm and optimizer.skip_nonfinite, which need the whole gradient before",
+            "optimizer.clip_norm and optimizer.skip_nonfinite, which need the whole gradient before the first update;"
+            " leave them out (clip_norm: null) or",
         ),
         (["offload.cache=1"], "unknown key 'offload.cache'; offload has store, host_memory, "),
         (["cache=1"], "unknown key 'cache'\n"),
