@@ -173,7 +173,7 @@ class ArrayReader:
         if found != kept:
             raise DataError(
                 f"the checkpoint's file '{self._path(chunk)}' is damaged: the CRC32C of its contents is {found:08x}, "
-                f"but {kept:08x} was written with them; use another step of the checkpoint"
+                f"but {kept:08x} was written with them; move this step away to use an older one"
             )
 
     def _read_span(self, span: ChunkSpan, out: Bytes) -> None:
@@ -197,7 +197,7 @@ class ArrayReader:
                     os.close(plain)
         except FileNotFoundError:
             raise DataError(
-                f"the checkpoint is not whole: '{path}' is missing; use another step of the checkpoint"
+                f"the checkpoint is not whole: '{path}' is missing; move this step away to use an older one"
             ) from None
         except OSError as error:
             raise _named(error, "read", path) from error
@@ -268,8 +268,8 @@ def _read_all(descriptor: int, out: Bytes, offset: int, path: Path) -> None:
         if n == 0:
             size = os.fstat(descriptor).st_size
             raise DataError(
-                f"the checkpoint is not whole: '{path}' has {size:,} bytes, fewer than it should; use another step of "
-                "the checkpoint"
+                f"the checkpoint is not whole: '{path}' has {size:,} bytes, fewer than it should; move this step "
+                "away to use an older one"
             )
         view, offset = view[n:], offset + n
 
