@@ -66,15 +66,15 @@ class RunCheckpoints:
         steps = self._steps.steps
         return steps[-1] if steps else None
 
-    def save(self, state: RunState, eval_loss: float | None) -> tuple[int, int]:
-        """Saves the state, whose update and commit may still be under way; returns the store's bytes that this moved.
+    def save(self, state: RunState, eval_loss: float | None) -> None:
+        """Saves the state, whose update and commit may still be under way.
 
         A disk that is full or fails costs the checkpoint, not the run: the user is told, and older steps stay.
         """
         from memascend_jax.checkpoints.orbax_steps import EVAL_LOSS, StreamedState
 
         self._placement.finish_commit()
-        before, began = self._placement.io_bytes(), time.monotonic()
+        began = time.monotonic()
         record = StepRecord(
             step=state.step,
             state_format=self._layout.format.name,
@@ -107,8 +107,6 @@ class RunCheckpoints:
             self._say(
                 f"step {state.step}: checkpoint of {format_bytes(self._bytes)} in {seconds:.1f} s{removed}"
             )
-        (read_before, written_before), (read, written) = before, self._placement.io_bytes()
-        return read - read_before, written - written_before
 
     def _check_room(self) -> None:
         """Raises ``OSError`` before the first byte when the disk has no room for a step."""

@@ -431,7 +431,7 @@ def _train(job: Run, session: Session, trainer: Trainer, stop: StopRequest) -> N
     )
     job.folder.write_status("running", job.state.step, job.total_steps)
     if _evaluation_is_missing(job):
-        job.state = _evaluated(job, session, job.state)
+        job.state = _evaluated(job, session, trainer, job.state)
     try:
         with job.screen.training(job.total_steps, job.state.step) as on_line:
             job.state = trainer.train(
@@ -480,12 +480,12 @@ def _after_step(job: Run, session: Session, trainer: Trainer, state: RunState) -
     if state.step == 1:
         trim_heap()
     if _evaluation_is_missing(job):
-        job.state = state = _evaluated(job, session, state)
+        job.state = state = _evaluated(job, session, trainer, state)
     # The last step's waits for the evaluation after the training.
     if job.checkpoints is not None and state.step < job.total_steps and job.checkpoints.is_due(state.step):
         losses = dict(state.results.get("eval_losses", []))
-        trainer.leave_out(job.checkpoints.save(state, losses.get(state.step)))
-        session.clock.lap()
+        with trainer.between_steps():
+            job.checkpoints.save(state, losses.get(state.step))
     return state
 
 
@@ -496,15 +496,14 @@ def _evaluation_is_missing(job: Run) -> bool:
     return due and step not in (known for known, _ in job.state.results.get("eval_losses", []))
 
 
-def _evaluated(job: Run, session: Session, state: RunState) -> RunState:
-    with job.only_looks("in an evaluation"):
+def _evaluated(job: Run, session: Session, trainer: Trainer, state: RunState) -> RunState:
+    with job.only_looks("in an evaluation"), trainer.between_steps():
         try:
             loss = _held_out_loss(job, session)
         except StoppedError:
             # The loop stops as after any step; whoever goes on evaluates first.
             return state
     job.screen.say(f"step {state.step}: held-out loss {loss:.4f}")
-    session.clock.lap()
     losses = [*state.results.get("eval_losses", []), [state.step, loss]]
     return state.with_results(eval_losses=losses)
 

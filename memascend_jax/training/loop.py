@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -154,9 +155,19 @@ class Trainer:
         self._drain(state.step)
         return state
 
-    def leave_out(self, moved: tuple[int, int]) -> None:
-        """Keeps bytes that were read and written between two steps, but not for one, out of their lines."""
-        self._counted = (self._counted[0] + moved[0], self._counted[1] + moved[1])
+    @contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """Keeps the time, and the bytes read and written, of what the block does out of the lines of the steps."""
+        # What the update under way still moves is the step's.
+        self.placement.finish_update()
+        before = self.placement.io_bytes()
+        yield
+        after = self.placement.io_bytes()
+        self._counted = (
+            self._counted[0] + after[0] - before[0],
+            self._counted[1] + after[1] - before[1],
+        )
+        self._clock.lap()
 
     def _drain(self, step: int) -> None:
         """Waits until ``step`` is committed; its update has a line of its own, for no step follows."""

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from memascend_jax.data.packing import Microbatch
+from memascend_jax.observe.step_clock import StepClock
 from memascend_jax.optim.loss_scale import ScalePolicy
+from memascend_jax.training.loop import Trainer
 from memascend_jax.training.step import TrainStep
 
 
@@ -49,3 +51,20 @@ def test_a_line_ends_where_the_update_of_its_step_begins(in_backward: bool, coun
     batch = Microbatch(ids, ids, ids.astype(np.float32), ids, ids)
     result = step(1, [batch], [batch])
     assert result.io_bytes == (counted, counted)
+
+
+def test_what_is_done_between_steps_is_in_no_line() -> None:
+    disk: Any = Disk()
+    lines: list[dict[str, Any]] = []
+    disk.finish_update = lambda: disk.begin()
+    disk.finish_commit = lambda: None
+    sink: Any = SimpleNamespace(write=lines.append)
+    trainer = Trainer(
+        disk, disk, disk, StepClock(), disk, sink, planned_host_bytes=0, pinned_bytes=0, warn=print
+    )
+    with trainer.between_steps():
+        disk.moved += 5000
+    trainer._drain(1)
+    # The update that had to be waited for is the step's.
+    (line,) = lines
+    assert (line["ssd_read_bytes"], line["ssd_write_bytes"]) == (100, 100)
