@@ -154,11 +154,14 @@ def test_every_stage_is_held_to_the_plan_and_waits_when_memory_is_short() -> Non
         wait=lambda stopped: called.append("wait"),
     )
     session = SimpleNamespace(model=SimpleNamespace(), clock=SimpleNamespace(span=lambda name: nullcontext()))
-    finetune._hold_up_stages(
-        cast(Any, session), cast(Any, watch), cast(Any, SimpleNamespace(requested=False))
-    )
+    job = SimpleNamespace(looking=None)
+    stop = SimpleNamespace(requested=False, check=lambda looking: called.append(f"check {looking}"))
+    finetune._hold_up_stages(cast(Any, job), cast(Any, session), cast(Any, watch), cast(Any, stop))
     session.model.before_stage()
     assert called == ["keep", "wait"]
+    job.looking = "the evaluation"
+    session.model.before_stage()
+    assert called[2:] == ["check the evaluation", "keep", "wait"]
 
 
 def test_a_stop_ends_the_wait(machine: Machine) -> None:
