@@ -172,6 +172,25 @@ def test_a_state_that_host_memory_cannot_hold_is_refused_with_the_way_out() -> N
     assert "offload.placement=ssd" in said
 
 
+def test_the_compiler_has_a_process_of_its_own_where_memory_is_tight() -> None:
+    config = replace(planned_shape(known_config("smollm2-135m")).config, num_hidden_layers=2, vocab_size=1000)
+    planned = {
+        budget: plan_run(
+            config,
+            FORMAT,
+            Workload(1, 1, 64, 100),
+            placement="ssd",
+            durability="step",
+            budget_bytes=budget,
+        )
+        for budget in (4 * GIB, 420 * MIB)
+    }
+    for budget, apart in ((4 * GIB, False), (420 * MIB, True)):
+        plan = planned[budget]
+        assert plan.compiles_apart == apart
+        assert any(consumer.what == "XLA compiler" for consumer in plan.memory.consumers) != apart
+
+
 def test_one_of_something_is_not_several() -> None:
     made = plan("smollm2-135m", 3 * GIB)
     for consumer in made.memory.consumers:
