@@ -50,11 +50,12 @@ def _model_and_data(config: Config) -> Iterator[Finding]:
             f"model.config is only for model.source=random, but model.source is {model.source!r},"
             " whose shape comes with it; remove model.config",
         )
-    if is_random and data.source != "random":
+    if is_random and (data.source != "random" or data.sources):
+        key = "data.sources" if data.sources else "data.source"
         yield (
-            ("data.source", "model.source"),
-            f"data.source={data.source} needs a tokenizer, which model.source=random has not; use random"
-            " data too",
+            (key, "model.source"),
+            f"{f'data.source={data.source}' if key == 'data.source' else key} needs a tokenizer, which"
+            " model.source=random has not; use random data too",
         )
     if is_random and (model.add_tokens or model.vocab_size is not None):
         key = "add_tokens" if model.add_tokens else "vocab_size"
@@ -64,8 +65,34 @@ def _model_and_data(config: Config) -> Iterator[Finding]:
         )
     if data.eval_source is not None and data.source == "random":
         yield ("data.eval_source", "data.source"), "data.eval_source cannot go with data.source=random"
+    yield from _data(config)
     if is_random and model.config:
         yield from _random_model(config)
+
+
+def _data(config: Config) -> Iterator[Finding]:
+    data = config.data
+    if data.sources and data.source != type(data)().source:
+        yield (
+            ("data.source", "data.sources"),
+            f"data.source={data.source} and data.sources are both set; leave one out",
+        )
+    with_weight = [entry.weight is not None for entry in data.sources]
+    if any(with_weight) and not all(with_weight):
+        number = with_weight.index(False)
+        yield (
+            ("data.sources",),
+            f"data.sources[{number}] ({data.sources[number].path}) has no weight, but others have; give one to all of"
+            " them, or to none",
+        )
+    if any(entry.path == "random" for entry in data.sources):
+        yield ("data.sources",), "data.sources cannot hold random data; it is only for data.source"
+    if data.length_grouping and data.packing:
+        yield (
+            ("data.length_grouping", "data.packing"),
+            "data.length_grouping is of no use for packed examples, which fill their sequences; set data.packing=false"
+            " with it, or leave it out",
+        )
 
 
 def _random_model(config: Config) -> Iterator[Finding]:

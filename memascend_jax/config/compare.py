@@ -22,12 +22,13 @@ _INCIDENTAL = frozenset(
         "train.eval_every",
         "train.samples",
         "data.eval_sequences",
+        "data.cache",
         "optimizer.log_norms",
         "optimizer.log_noise_scale",
     }
 )
 #: Keys that name something whose content counts, not its place: who compares the content decides.
-CONTENT_KEYS = frozenset({"model.source", "data.source", "data.eval_source"})
+CONTENT_KEYS = frozenset({"model.source", "data.source", "data.sources", "data.eval_source"})
 #: A longer run is what the earlier one is the beginning of.
 _MAY_GROW = frozenset({"train.steps", "train.epochs"})
 

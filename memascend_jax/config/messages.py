@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from pydantic_core import ErrorDetails
 
 from memascend_jax.config.faults import ELSEWHERE, KeyPath, dotted, nearest, shown
 from memascend_jax.config.schema import fields, section_types
-from memascend_jax.config.sections import ParameterGroup
+from memascend_jax.config.sections import DataSource, ParameterGroup, Section
 
 _EXPECTED = {
     "int_parsing": "a whole number",
@@ -24,6 +26,11 @@ _EXPECTED = {
     "dict_type": "keys with values",
     "model_type": "keys with values",
     "model_attributes_type": "keys with values",
+}
+#: Lists of entries with keys of their own.
+_ENTRIES: Mapping[KeyPath, type[Section]] = {
+    ("optimizer", "groups"): ParameterGroup,
+    ("data", "sources"): DataSource,
 }
 _BOUND = {
     "greater_than": ("more than", "gt"),
@@ -60,8 +67,8 @@ def _expectation(detail: ErrorDetails) -> str:
 
 def _hint(path: KeyPath) -> str:
     word = str(path[-1])
-    if path[:1] == ("optimizer",) and len(path) == 4:
-        close = nearest(word, ParameterGroup.model_fields)
+    if len(path) == 4 and path[:2] in _ENTRIES:
+        close = nearest(word, _ENTRIES[path[:2]].model_fields)
         return f"; did you mean {close!r}?" if close else ""
     known = [key for key, _ in fields()]
     if word in known:

@@ -27,6 +27,7 @@ from memascend_jax.config.values import (
 Positive = Annotated[Number, Field(gt=0)]
 NotNegative = Annotated[Number, Field(ge=0)]
 Decay = Annotated[Number, Field(ge=0, lt=1)]
+RecordKind = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"]
 
 
 class Section(BaseModel):
@@ -67,17 +68,39 @@ class ModelSection(Section):
     )
 
 
+class DataSource(Section):
+    """One of several sources of examples."""
+
+    path: Text = Field(description="As data.source: a file, a folder, a pattern of names, or pydocs.")
+    weight: Annotated[Number, Field(gt=0)] | None = Field(
+        default=None,
+        description="Its share of the sequences, in proportion to the other weights; without weights every source is"
+        " as large as it is.",
+    )
+    kind: RecordKind | None = Field(default=None, description="As data.kind; null: data.kind.")
+
+
 class DataSection(Section):
     """What the model learns from."""
 
     source: Text = Field(
         default="pydocs",
-        description="pydocs (questions on the installed Python standard library), a JSONL file"
-        ' of {"messages": [...]} or {"text": ...} lines, or random tokens.',
+        description="pydocs (questions on the installed Python standard library); a file of JSONL, JSON, Parquet, Arrow"
+        " or plain text (.txt, .md), also as .gz; a folder of them, or one that datasets saved; a pattern such as"
+        " data/*.jsonl; or random tokens.",
+    )
+    sources: tuple[DataSource, ...] = Field(
+        default=(),
+        description="List of {path, weight, kind}: several sources, with their shares, instead of data.source.",
+    )
+    kind: RecordKind = Field(
+        default="auto",
+        description="Kind of the records, where their keys do not tell it: messages, sharegpt, alpaca,"
+        " prompt_completion or text; auto: by their keys.",
     )
     eval_source: Text | None = Field(
         default=None,
-        description="JSONL file with held-out examples; null: a part of data.source is held out.",
+        description="Held-out examples, as data.source; null: a part of what is trained on is held out.",
     )
     eval_fraction: Annotated[Number, Field(ge=0, lt=1)] = Field(
         default=0.1,
@@ -91,10 +114,46 @@ class DataSection(Section):
         default=256,
         description="Tokens per sequence; short examples are packed together, each sees only itself.",
     )
-    too_long: Literal["cut", "drop"] = Field(
+    too_long: Literal["cut", "cut_right", "cut_left", "drop"] = Field(
         default="cut",
-        description="What happens to an example of more than data.seq_len tokens, counted either way:"
-        " cut (a chat keeps its beginning, a text is cut into sequences) or drop.",
+        description="What happens to an example of more than data.seq_len tokens, counted in any case: cut (a text is"
+        " cut into sequences, anything else keeps its beginning), cut_right (all keep their beginning), cut_left"
+        " (all keep their end) or drop.",
+    )
+    packing: bool = Field(
+        default=True,
+        description="Pack several examples into a sequence, each seeing only itself; false: one in each, the rest is"
+        " padding.",
+    )
+    length_grouping: bool = Field(
+        default=False,
+        description="Put examples of about one length into one micro-batch; only with packing=false.",
+    )
+    chat_template: Text | None = Field(
+        default=None,
+        description="Chat template: chatml, llama3, mistral, qwen, gemma, or the path of a .jinja file; null: the"
+        " model's. The exported model has it too.",
+    )
+    train_on: Literal["all", "last"] = Field(
+        default="all", description="Which answers of a conversation are trained: all, or the last."
+    )
+    system_prompt: Text | None = Field(
+        default=None, description="System message of conversations that have none; null: they stay without."
+    )
+    bad_records: Literal["refuse", "skip"] = Field(
+        default="refuse",
+        description="What happens when a record is broken or of no known kind: refuse (the run ends, with file and"
+        " line), or skip (it is left out and counted).",
+    )
+    stream: Literal["auto", "always", "never"] = Field(
+        default="auto",
+        description="Whether data is read beside the training instead of held in memory; auto: sources of more than"
+        " 64 MiB of text.",
+    )
+    cache: Text = Field(
+        default="auto",
+        description="Folder in which tokens are kept for other runs and epochs; auto: token_cache in run.dir, for"
+        " streamed data; off: none.",
     )
 
 

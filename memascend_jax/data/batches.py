@@ -7,14 +7,25 @@ import math
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
+
+#: Micro-batches whose sequences are sorted by length together: more lie closer, fewer keep the drawn order.
+_SORTED_BATCHES = 64
 
 
 @dataclass(slots=True)
 class BatchOrder:
-    """The order of ``n`` sequences over endless epochs, each epoch a permutation drawn from (seed, epoch)."""
+    """The order of ``n`` sequences over endless epochs, each epoch a permutation drawn from (seed, epoch).
+
+    Args:
+        lengths: of the sequences, to put those of about one length into one micro-batch; None: as drawn.
+        together: sequences of a micro-batch.
+    """
 
     n: int
     seed: int
+    lengths: npt.NDArray[np.int64] | None = None
+    together: int = 1
     _drawn: dict[int, np.ndarray] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -43,8 +54,21 @@ class BatchOrder:
             for old in [drawn for drawn in self._drawn if drawn < epoch - 1]:
                 del self._drawn[old]
             generator = np.random.Generator(np.random.Philox(key=[self.seed, epoch]))
-            self._drawn[epoch] = generator.permutation(self.n)
+            drawn = generator.permutation(self.n)
+            self._drawn[epoch] = drawn if self.lengths is None else self._grouped(drawn, generator)
         return self._drawn[epoch]
+
+    def _grouped(self, drawn: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+        """Sorts spans of ``drawn`` by length, and puts the micro-batches of each span into a drawn order."""
+        assert self.lengths is not None
+        span, groups = self.together * _SORTED_BATCHES, []
+        for start in range(0, self.n, span):
+            part = drawn[start : start + span]
+            part = part[np.argsort(-self.lengths[part], kind="stable")]
+            whole = len(part) // self.together * self.together
+            batches = part[:whole].reshape(-1, self.together)
+            groups += [batches[generator.permutation(len(batches))].ravel(), part[whole:]]
+        return np.concatenate(groups)
 
 
 def steps_of_epochs(

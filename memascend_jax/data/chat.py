@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's chat template: messages to text, with the character ranges of the assistant's answers.
+"""A chat template: messages to text, with the character ranges of the assistant's answers.
 
 A template comes with the model's files and is not trusted: it runs in jinja2's immutable sandbox, and its
 loops, its output and the strings it multiplies are bounded. Known shortcoming: a hostile template can still
@@ -21,11 +21,14 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from memascend_jax.data.messages import Message
 from memascend_jax.errors import DataError
 
-Message = Mapping[str, Any]
 Range = tuple[int, int]
 
+REMEDY = (
+    "Another one can be chosen: data.chat_template=chatml (or llama3, mistral, qwen, gemma, or a .jinja file)"
+)
 SECONDS = 5.0
 MOST_CHARACTERS = 1 << 24
 _TICK = "_memascend_tick"
@@ -35,10 +38,11 @@ _OPEN, _CLOSE = (f"\x00{secrets.token_hex(8)}{end}\x00" for end in "<>")
 
 @dataclass(slots=True)
 class ChatTemplate:
-    """The compiled template; ``special_tokens`` are what it may name, as ``bos_token``."""
+    """The compiled template; ``special_tokens`` are what it may name, as ``bos_token``; ``name`` is for messages."""
 
     source: str
     special_tokens: Mapping[str, str] = field(default_factory=dict)
+    name: str = "the model's chat template"
     _template: jinja2.Template = field(init=False, repr=False)
     _clock: _Clock = field(init=False, repr=False)
 
@@ -53,45 +57,58 @@ class ChatTemplate:
                 loop.body.insert(0, nodes.ExprStmt(tick, lineno=loop.lineno))
             self._template = environment.from_string(tree)
         except (jinja2.TemplateError, RecursionError) as error:
-            raise DataError(f"the model's chat template does not compile: {error}") from error
+            line = getattr(error, "lineno", None)
+            where = f" (line {line})" if line else ""
+            raise DataError(f"{self.name} does not compile: {error}{where}. {REMEDY}") from error
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = False,
+        tools: Sequence[Any] | None = None,
+    ) -> str:
         """Returns the text of ``messages``; with the start of an answer after them when asked for.
 
         Raises:
             DataError: the template refuses the messages, fails, or exceeds its limits.
         """
-        return self._marked(messages, add_generation_prompt).replace(_OPEN, "").replace(_CLOSE, "")
+        return self._marked(messages, add_generation_prompt, tools).replace(_OPEN, "").replace(_CLOSE, "")
 
-    def answers(self, messages: Sequence[Message]) -> tuple[str, list[Range]]:
+    def answers(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None = None
+    ) -> tuple[str, list[Range | None]]:
         """Returns the text and the [start, end) ranges of what the assistant says, its end token included.
 
-        A template with ``{% generation %}`` blocks says so itself. Of any other, an answer is what a message adds
-        to the text of the messages before it. A turn that the template shows otherwise once more messages follow
-        (some drop earlier reasoning) has no range.
+        A template with ``{% generation %}`` blocks says so itself; there is a range for each block. Of any other, an
+        answer is what a message adds to the text of the messages before it; there is a range for each answer, None for
+        a turn that the template shows otherwise once more messages follow (some drop earlier reasoning).
         """
-        marked = self._marked(messages, False)
+        marked = self._marked(messages, False, tools)
         if _OPEN in marked:
-            return _unmarked(marked)
-        ranges = []
+            text, found = _unmarked(marked)
+            return text, list(found)
+        ranges: list[Range | None] = []
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self.render(messages[:index], add_generation_prompt=True)
-            after = self.render(messages[: index + 1])
-            if marked.startswith(after) and after.startswith(before):
-                # Whitespace after the end token belongs to the template, not to the answer.
-                ranges.append((len(before), len(after.rstrip())))
+            before = self.render(messages[:index], add_generation_prompt=True, tools=tools)
+            after = self.render(messages[: index + 1], tools=tools)
+            is_part = marked.startswith(after) and after.startswith(before)
+            # Whitespace after the end token belongs to the template, not to the answer.
+            ranges.append((len(before), len(after.rstrip())) if is_part else None)
         return marked, ranges
 
-    def _marked(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+    def _marked(
+        self, messages: Sequence[Message], add_generation_prompt: bool, tools: Sequence[Any] | None
+    ) -> str:
         self._clock.start()
         pieces, length = [], 0
         try:
             for piece in self._template.generate(
                 messages=list(messages),
                 add_generation_prompt=add_generation_prompt,
-                tools=None,
+                tools=list(tools) if tools else None,
                 documents=None,
                 **self.special_tokens,
             ):
@@ -102,9 +119,7 @@ class ChatTemplate:
         except DataError:
             raise
         except Exception as error:  # A template runs foreign expressions: any exception may leave it.
-            raise DataError(
-                f"the model's chat template failed: {str(error) or type(error).__name__}"
-            ) from error
+            raise DataError(f"{self.name} failed: {str(error) or type(error).__name__}. {REMEDY}") from error
         return "".join(pieces)
 
 
@@ -168,12 +183,20 @@ def _refuse(message: str) -> str:
     raise jinja2.TemplateError(message)
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _unmarked(marked: str) -> tuple[str, list[Range]]:
-    text, ranges = "", []
+    text, ranges = "", list[Range]()
     for part in marked.split(_OPEN):
         inside, close, outside = part.partition(_CLOSE)
         if close:

@@ -1,39 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encodes the examples of a source and sorts them out: kept, cut, dropped or empty."""
+"""Sorts the examples of a source out: kept, cut, dropped or empty; and says which records are none."""
 
 from __future__ import annotations
 
-import hashlib
-import re
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
-from memascend_jax.data.collection import Collection, Outcome, Question
-from memascend_jax.data.examples import Encoded, ExampleBuilder
-from memascend_jax.data.jsonl import Example
-from memascend_jax.data.tokenize import Coder, Rendered
+from memascend_jax.data.collection import Collection, Counts, Outcome
+from memascend_jax.data.encode import EncodedBlock, remember
+from memascend_jax.data.examples import Encoded, ExampleBuilder, Examples
+from memascend_jax.data.jsonl import likely
+from memascend_jax.data.source import Fault
 from memascend_jax.errors import DataError
+from memascend_jax.units import counted
 
-#: Examples tokenized at once: enough for the tokenizer's threads, little memory.
-_CHUNK = 256
-_QUESTIONS = 16
+_SHOWN_FAULTS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What became of examples, and what else is told of them: see ``Collection``."""
+
+    counts: Counts
+    kinds: Counter[str]
+    with_special_text: int
+    answers_not_found: int
 
 
 def collect(
-    examples: Iterable[Example], coder: Coder, builder: ExampleBuilder, *, seq_len: int, too_long: str
+    blocks: Iterable[EncodedBlock],
+    builder: ExampleBuilder,
+    *,
+    seq_len: int,
+    too_long: str,
+    keep: Callable[[int], bool] = lambda rank: True,
 ) -> Collection:
-    """Returns the collection of ``examples``, whose tokens are added to ``builder``."""
+    """Returns the collection of the examples of ``blocks``, whose tokens are added to ``builder``.
+
+    Args:
+        too_long: what becomes of examples longer than ``seq_len``: ``cut``, ``cut_right``, ``cut_left`` or ``drop``.
+        keep: whether an example of a rank belongs to it at all.
+    """
     collection = Collection(builder)
-    special = re.compile("|".join(map(re.escape, coder.special_strings())) or r"(?!)")
-    iterator = iter(examples)
-    while chunk := list(islice(iterator, _CHUNK)):
-        chats = _rendered(chunk, coder)
-        for example, (_, ranges) in chats:
-            answers = sum(message["role"] == "assistant" for message in example.messages or ())
-            collection.answers_not_found += max(0, answers - len(ranges))
-        for example, encoded in zip(chunk, _encode(chunk, chats, coder), strict=True):
-            rank = int.from_bytes(hashlib.sha256(example.key.encode()).digest()[:8], "big")
-            outcome, pieces = _sorted_out(encoded, example.text is not None, seq_len, too_long)
+    for block in blocks:
+        kept = set[int]()
+        for index, rank in enumerate(block.ranks.tolist()):
+            if not keep(rank):
+                continue
+            encoded = block.examples[index]
+            outcome, pieces = _sorted_out(encoded, bool(block.is_text[index]), seq_len, too_long)
             numbers = [builder.add(piece) for piece in pieces]
             used, spent = sum(len(piece.tokens) for piece in pieces), len(pieces) - 1
             collection.ranks.append(rank)
@@ -44,29 +60,60 @@ def collect(
             collection.trained.append(sum(piece.trained_tokens for piece in pieces))
             # Neighbouring pieces share a token: the last label of one is the first input of the next.
             collection.tokens_cut.append(len(encoded.tokens) - (used - spent) if pieces else 0)
-            collection.with_special_text += any(special.search(text) for text in _texts(example))
             if numbers:
-                _remember(collection.questions, rank, example)
+                kept.add(rank)
+        for rank, question in block.questions:
+            if rank in kept:
+                remember(collection.questions, rank, question)
+        collection.kinds += block.kinds
+        collection.with_special_text += block.with_special_text
+        collection.answers_not_found += block.answers_not_found
+        collection.wrong += len(block.faults)
     return collection
 
 
-def _rendered(chunk: Sequence[Example], coder: Coder) -> list[tuple[Example, Rendered]]:
-    chats = []
-    for example in chunk:
-        if example.messages is not None:
-            try:
-                chats.append((example, coder.rendered(example.messages)))
-            except DataError as error:
-                raise DataError(f"{example.where}: {error}") from error
-    return chats
+def check_faults(name: str, faults: Sequence[Fault], records: int) -> None:
+    """Returns when there are no faults.
+
+    Args:
+        records: how many records were looked at, wrong ones included.
+
+    Raises:
+        DataError: there are some; names the first of them.
+    """
+    if not faults:
+        return
+    lines = "".join(f"  {fault.where}: {fault.why}\n" for fault in faults[:_SHOWN_FAULTS])
+    rest = f"  and {len(faults) - _SHOWN_FAULTS:,} more\n" if len(faults) > _SHOWN_FAULTS else ""
+    none_is_json = len(faults) == records and all(fault.not_json for fault in faults)
+    remedy = (
+        likely(faults[0].begins)
+        if none_is_json
+        else "Mend them, or leave them out with data.bad_records=skip."
+    )
+    raise DataError(
+        f"the data file '{name}' has {counted(len(faults), 'wrong record', 'wrong records')} of {records:,}:\n"
+        f"{lines}{rest}{remedy}"
+    )
 
 
-def _encode(
-    chunk: Sequence[Example], chats: Sequence[tuple[Example, Rendered]], coder: Coder
-) -> Iterator[Encoded]:
-    encoded = iter(coder.encode_rendered([rendered for _, rendered in chats]))
-    for example in chunk:
-        yield next(encoded) if example.messages is not None else coder.encode_text(example.text or "")
+def check_vocabulary(examples: Examples, vocab_size: int) -> None:
+    """Raises ``DataError`` when a token is none of the model's."""
+    largest = int(examples.tokens.max(initial=0))
+    if largest >= vocab_size:
+        raise DataError(
+            f"the tokenizer gave token {largest}, but the model's vocabulary has {vocab_size} tokens; the"
+            " tokenizer is another model's"
+        )
+
+
+def nothing_trained(name: str, counts: Counts, seq_len: int) -> str:
+    """Returns the sentence about data of which no token is trained."""
+    return (
+        f"no token of data.source={name} would be trained: {counted(counts.dropped, 'example is', 'examples are')}"
+        f" longer than data.seq_len={seq_len}, {counts.empty:,} without an answer of the assistant; raise"
+        " data.seq_len, or give messages with the role 'assistant'"
+    )
 
 
 def _sorted_out(
@@ -80,26 +127,12 @@ def _sorted_out(
         return Outcome.KEPT, [encoded]
     if too_long == "drop":
         return Outcome.DROPPED, []
-    if is_text:
+    if is_text and too_long == "cut":
         starts = range(0, len(encoded.tokens) - 1, seq_len)
         spans = [slice(start, start + longest) for start in starts]
         return Outcome.CUT, [Encoded(encoded.tokens[span], encoded.trained[span]) for span in spans]
-    beginning = encoded.cut(longest)
-    return (Outcome.CUT, [beginning]) if beginning.trained_tokens else (Outcome.DROPPED, [])
-
-
-def _texts(example: Example) -> Iterator[str]:
-    if example.text is not None:
-        yield example.text
-    yield from (message["content"] for message in example.messages or ())
-
-
-def _remember(questions: list[tuple[int, Question]], rank: int, example: Example) -> None:
-    """Keeps the questions with the smallest ranks: those that are held out first."""
-    messages = example.messages or []
-    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    if not answers or answers[-1] == 0:
-        return
-    questions.append((rank, Question(tuple(messages[: answers[-1]]), messages[answers[-1]]["content"])))
-    questions.sort(key=lambda item: item[0])
-    del questions[_QUESTIONS:]
+    if too_long == "cut_left":
+        rest = Encoded(encoded.tokens[-longest:], encoded.trained[-longest:])
+    else:
+        rest = encoded.cut(longest)
+    return (Outcome.CUT, [rest]) if rest.trained_tokens else (Outcome.DROPPED, [])

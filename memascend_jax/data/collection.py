@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from typing import Any
 
@@ -25,7 +26,10 @@ class Outcome(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Examples by outcome, and the tokens of those that are used; ``tokens_cut`` were cut off."""
+    """Examples by outcome, and the tokens of those that are used.
+
+    ``tokens_cut`` were cut off; ``wrong`` records were skipped.
+    """
 
     kept: int = 0
     cut: int = 0
@@ -34,14 +38,20 @@ class Counts:
     tokens: int = 0
     trained_tokens: int = 0
     tokens_cut: int = 0
+    wrong: int = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        """Returns the counts of both."""
+        return Counts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """The messages before an answer, and the answer the data gives."""
+    """The messages before an answer, the answer the data gives, and the tools that a template may show."""
 
     messages: tuple[dict[str, Any], ...]
     answer: str
+    tools: list[Any] | None = None
 
 
 @dataclass(slots=True)
@@ -60,8 +70,10 @@ class Collection:
     trained: array[int] = field(default_factory=lambda: array("q"))
     tokens_cut: array[int] = field(default_factory=lambda: array("q"))
     questions: list[tuple[int, Question]] = field(default_factory=list)
+    kinds: Counter[str] = field(default_factory=Counter)
     with_special_text: int = 0
     answers_not_found: int = 0
+    wrong: int = 0
 
     def numbers(self, chosen: npt.NDArray[np.bool_]) -> list[int]:
         """Returns the numbers in the builder of the chosen examples' pieces."""
@@ -88,3 +100,8 @@ class Collection:
             return np.zeros(len(ranks), np.bool_)
         chosen: npt.NDArray[np.bool_] = ranks <= distinct[count - 1]
         return chosen
+
+
+def rank_below(fraction: float) -> int:
+    """Returns the number below which a ``fraction`` of all ranks is, 0 to 1; ranks have 64 bits."""
+    return round(fraction * 2**64)

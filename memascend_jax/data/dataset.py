@@ -1,35 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a source of examples to packed training and held-out sequences, with nothing left out silently."""
+"""From sources of examples to training and held-out sequences, with nothing left out silently."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import numpy as np
-
-from memascend_jax.data.collect import collect
+from memascend_jax.data.collect import check_vocabulary, nothing_trained
 from memascend_jax.data.collection import Collection, Counts, Question
-from memascend_jax.data.examples import ExampleBuilder, Examples
-from memascend_jax.data.jsonl import Example, read_examples
-from memascend_jax.data.packing import PackedExamples, pack
-from memascend_jax.data.pydocs import read_pairs
+from memascend_jax.data.encode import remember
+from memascend_jax.data.examples import ExampleBuilder
+from memascend_jax.data.packing import PackedExamples
 from memascend_jax.data.random_tokens import RANDOM_HELD_OUT, full_counts, random_sequences
+from memascend_jax.data.sequences import Mixture, OrderedSequences, Packing, TrainingSequences
+from memascend_jax.data.settings import DataSettings
+from memascend_jax.data.split import Held, Part, held_out_of, open_parts, read_part
+from memascend_jax.data.stream import StreamedSequences
 from memascend_jax.data.tokenize import Coder, decoded_spans
 from memascend_jax.errors import DataError
 from memascend_jax.observe.example import Preview
 from memascend_jax.units import counted
 
+RANDOM = "random"
 _COUNTED = (
     ("examples kept", "kept"),
     ("examples cut", "cut"),
     ("examples dropped, too long", "dropped"),
     ("examples empty, nothing to train", "empty"),
+    ("records skipped, wrong", "wrong"),
     ("tokens", "tokens"),
     ("tokens trained", "trained_tokens"),
     ("tokens cut off", "tokens_cut"),
 )
+#: Shown only when there are some.
+_RARE = ("wrong",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,133 +42,195 @@ class Dataset:
     """Training and held-out sequences, what became of the examples, and questions to show answers to.
 
     ``held_out`` is None when nothing is held out. ``questions`` are held out where anything is. ``notes`` are
-    sentences that a user should see.
+    sentences that a user should see. ``counts`` are those of what is in memory; ``streams`` have their own.
     """
 
-    train: PackedExamples
+    train: TrainingSequences
     held_out: PackedExamples | None
     counts: Counts
     held_out_counts: Counts
     questions: tuple[Question, ...] = ()
     notes: tuple[str, ...] = ()
+    streams: tuple[StreamedSequences, ...] = ()
 
     @property
     def sequences(self) -> int:
         """Sequences that are held in memory, held-out ones included."""
-        return len(self.train) + (len(self.held_out) if self.held_out else 0)
+        return self.train.held + (len(self.held_out) if self.held_out else 0)
+
+    def all_counts(self) -> Counts:
+        """Returns what became of all training examples that have been read."""
+        return sum((stream.counts() for stream in self.streams), self.counts)
+
+    def read_so_far(self) -> str:
+        """Returns what became of the examples that have been read, as a sentence."""
+        counts = self.all_counts()
+        parts = [f"{getattr(counts, key):,} {what.removeprefix('examples ')}" for what, key in _COUNTED]
+        return f"examples read: {', '.join(parts)}"
+
+    def estimated_sequences(self) -> int:
+        """Returns about how many sequences a pass over all sources has, by the first chunks of streams."""
+        held = self.train.parts if isinstance(self.train, Mixture) else [self.train]
+        return sum(part.per_epoch or 0 for part in held) + sum(
+            len(stream.first_chunk().order) * stream.chunks_per_epoch for stream in self.streams
+        )
 
     def preview(self, coder: Coder | None) -> Preview:
         """Returns what became of the examples, and the first of the training data as text."""
+        counts, held_out = self.all_counts(), self.held_out
         rows = [
-            (what, f"{getattr(self.counts, key):,}", f"{getattr(self.held_out_counts, key):,}")
+            (what, f"{getattr(counts, key):,}", f"{getattr(self.held_out_counts, key):,}")
             for what, key in _COUNTED
+            if key not in _RARE or getattr(counts + self.held_out_counts, key)
         ]
-        held_out = self.held_out
-        rows.append(("sequences", f"{len(self.train):,}", f"{len(held_out) if held_out else 0:,}"))
-        return Preview(decoded_spans(self.train.members(0)[0], coder), rows, self.notes)
+        sequences = self.train.per_epoch
+        shown = f"{self.train.held:,}" if sequences is None else f"{sequences:,}"
+        if sequences is not None:
+            rows.append(("sequences", shown, f"{len(held_out) if held_out else 0:,}"))
+        notes = [*self.notes, *(_about_stream(stream) for stream in self.streams)]
+        return Preview(decoded_spans(self.train.first_example(), coder), rows, notes)
+
+    def close(self) -> None:
+        """Stops what is done beside the training, and closes the files."""
+        self.train.close()
 
 
-def build_dataset(
-    *,
-    source: str,
-    coder: Coder | None,
-    vocab_size: int,
-    seq_len: int,
-    eval_source: str | None = None,
-    eval_fraction: float = 0.1,
-    eval_sequences: int | None = None,
-    too_long: str = "cut",
-    seed: int = 0,
-) -> Dataset:
-    """Returns the packed data of ``source``.
+def build_dataset(settings: DataSettings, coder: Coder | None, *, vocab_size: int) -> Dataset:
+    """Returns the data that ``settings`` describe.
 
     Args:
-        source: ``pydocs``, ``random``, or the path of a JSONL file.
         coder: the model's tokenizer and template; None only for random data.
         vocab_size: of the model; a token beyond it is refused.
-        seq_len: places of a sequence, tokens.
-        eval_source: path of a JSONL file that is held out instead of a part of ``source``.
-        eval_fraction: share of the distinct examples that is held out.
-        eval_sequences: most held-out sequences that are kept; None: all.
-        too_long: ``cut`` or ``drop``.
-        seed: of random data and of the packing.
 
     Raises:
-        DataError: the source is missing, malformed or empty, or no token of it is trained.
+        DataError: a source is missing, malformed or empty, or no token of it is trained.
     """
-    if source == "random":
-        apart = (eval_sequences or RANDOM_HELD_OUT) if eval_fraction else 0
-        train, rest = random_sequences(vocab_size, seq_len, apart, seed)
-        full, full_rest = full_counts(len(train), seq_len), full_counts(len(rest), seq_len)
-        return Dataset(train, rest if apart else None, full, full_rest)
+    if settings.is_random:
+        return _random(settings, vocab_size)
     if coder is None:
-        raise DataError(f"data.source={source} needs a tokenizer, which this model has not; use random data")
-    builder = ExampleBuilder()
-    main = collect(_examples(source), coder, builder, seq_len=seq_len, too_long=too_long)
-    if eval_source is None:
-        other, held = main, main.held_out(eval_fraction)
-        kept = ~held
-    else:
-        other = collect(_examples(eval_source), coder, builder, seq_len=seq_len, too_long=too_long)
-        kept, held = np.ones(len(main.ranks), np.bool_), np.ones(len(other.ranks), np.bool_)
-    counts, held_out_counts = main.counts(kept), other.counts(held)
-    _check_trained(source, counts, seq_len)
-    if eval_source is not None:
-        _check_trained(eval_source, held_out_counts, seq_len)
-    examples = builder.finish()
-    _check_vocabulary(examples, vocab_size)
-    held_out = pack(examples, other.numbers(held), seq_len, pad_id=coder.pad_id, seed=seed)
-    return Dataset(
-        train=pack(examples, main.numbers(kept), seq_len, pad_id=coder.pad_id, seed=seed),
-        held_out=held_out.first(eval_sequences) if len(held_out) else None,
-        counts=counts,
-        held_out_counts=held_out_counts,
-        questions=tuple(question for _, question in other.questions),
-        notes=tuple(_notes(main, other, eval_fraction, len(held_out))),
-    )
-
-
-def _examples(source: str) -> Iterator[Example]:
-    if source == "pydocs":
-        for pair in read_pairs():
-            asked = {"role": "user", "content": pair.question}
-            answered = {"role": "assistant", "content": pair.answer}
-            yield Example(pair.name, messages=[asked, answered])
-    else:
-        yield from read_examples(Path(source).expanduser())
-
-
-def _check_trained(source: str, counts: Counts, seq_len: int) -> None:
-    if counts.trained_tokens:
-        return
-    raise DataError(
-        f"no token of data.source={source} would be trained: {counted(counts.dropped, 'example is', 'examples are')}"
-        f" longer than data.seq_len={seq_len}, {counts.empty:,} without an answer of the assistant; raise"
-        " data.seq_len, or give messages with the role 'assistant'"
-    )
-
-
-def _check_vocabulary(examples: Examples, vocab_size: int) -> None:
-    largest = int(examples.tokens.max(initial=0))
-    if largest >= vocab_size:
         raise DataError(
-            f"the tokenizer gave token {largest}, but the model's vocabulary has {vocab_size} tokens; the"
-            " tokenizer is another model's"
+            f"data.source={settings.named} needs a tokenizer, which this model has not; use random data"
         )
+    packing = settings.packing(coder.pad_id)
+    builder = ExampleBuilder()
+    parts = open_parts(settings, coder)
+    for part in parts:
+        read_part(part, settings, builder)
+    held = _held_out(parts, settings, coder, builder)
+    examples = builder.finish()
+    check_vocabulary(examples, vocab_size)
+    numbers = [number for some in held for number in some.numbers()]
+    held_out = packing.packed(examples, numbers)
+    streams: list[StreamedSequences] = []
+    trained: list[TrainingSequences] = []
+    counts = Counts()
+    for index, part in enumerate(parts):
+        if part.collection is None:
+            position = settings.position_of(index, weighted=len(parts) > 1)
+            streams.append(
+                StreamedSequences(
+                    part.reader,
+                    packing,
+                    vocab_size=vocab_size,
+                    held_out=0.0 if settings.eval_source is not None else settings.eval_fraction,
+                    position=position,
+                    read=settings.read,
+                )
+            )
+            trained.append(streams[-1])
+            continue
+        chosen = part.trained(settings)
+        part_counts = part.collection.counts(chosen) + Counts(wrong=part.collection.wrong)
+        if not part_counts.trained_tokens:
+            raise DataError(nothing_trained(part.name, part_counts, settings.seq_len))
+        counts += part_counts
+        packed = packing.packed(examples, part.collection.numbers(chosen))
+        trained.append(OrderedSequences(packed, packing.order(packed)))
+    questions: list[tuple[int, Question]] = []
+    for some in held:
+        for rank, question in some.collection.questions:
+            remember(questions, rank, question)
+    weights = [part.weight or 1.0 for part in parts]
+    names = [part.name for part in parts]
+    return Dataset(
+        train=trained[0] if len(trained) == 1 else Mixture(names, trained, weights, settings.seed),
+        held_out=held_out.first(settings.eval_sequences) if len(held_out) else None,
+        counts=counts,
+        held_out_counts=sum((some.counts() for some in held), Counts()),
+        questions=tuple(question for _, question in questions),
+        notes=(*settings.notes, *_notes(parts, held, settings, len(held_out))),
+        streams=tuple(streams),
+    )
 
 
-def _notes(main: Collection, other: Collection, eval_fraction: float, held_out: int) -> Iterator[str]:
-    special = main.with_special_text + (other.with_special_text if other is not main else 0)
+def _random(settings: DataSettings, vocab_size: int) -> Dataset:
+    seq_len, seed = settings.seq_len, settings.seed
+    apart = (settings.eval_sequences or RANDOM_HELD_OUT) if settings.eval_fraction else 0
+    train, rest = random_sequences(vocab_size, seq_len, apart, seed)
+    counts, held_out_counts = full_counts(len(train), seq_len), full_counts(len(rest), seq_len)
+    ordered = OrderedSequences(train, Packing(seq_len, 0, seed=seed).order(train))
+    return Dataset(ordered, rest if apart else None, counts, held_out_counts)
+
+
+def _held_out(
+    parts: Sequence[Part], settings: DataSettings, coder: Coder, builder: ExampleBuilder
+) -> list[Held]:
+    """What is held out of the sources, or all of the source that is named for it."""
+    if settings.eval_source is None:
+        return [held_out_of(part, settings, builder) for part in parts]
+    held = []
+    for part in open_parts(settings, coder, evaluation=True):
+        read_part(part, settings, builder)
+        held.append(held_out_of(part, settings, builder))
+        part.close()
+        if not held[-1].counts().trained_tokens:
+            raise DataError(nothing_trained(part.name, held[-1].counts(), settings.seq_len))
+    return held
+
+
+def _about_stream(stream: StreamedSequences) -> str:
+    chunks = counted(stream.chunks_per_epoch, "chunk", "chunks")
+    return (
+        f"{stream.name} is larger than is held in memory: it is read in {chunks} from all over it, the next one beside "
+        "the training; the counts are those of what has been read"
+    )
+
+
+def _notes(
+    parts: Sequence[Part], held: Sequence[Held], settings: DataSettings, held_out: int
+) -> Iterator[str]:
+    collections = _distinct([part.collection for part in parts] + [some.collection for some in held])
+    kinds: Counter[str] = Counter()
+    for collection in collections:
+        kinds += collection.kinds
+    if len(kinds) > 1:
+        listed = ", ".join(f"{count:,} {kind}" for kind, count in sorted(kinds.items()))
+        yield f"the records are of several kinds: {listed}; data.kind takes only one of them"
+    special = sum(collection.with_special_text for collection in collections)
     if special:
         yield (
             f"{counted(special, 'example contains', 'examples contain')} the text of special tokens, such as"
             " an end of turn, which the model reads as such"
         )
-    not_found = main.answers_not_found + (other.answers_not_found if other is not main else 0)
+    not_found = sum(collection.answers_not_found for collection in collections)
     if not_found:
         yield (
             f"{counted(not_found, 'answer is', 'answers are')} not trained: the chat template writes"
             " them otherwise, or not at all, once more messages follow"
         )
-    if eval_fraction and not held_out:
-        yield "nothing is held out: the data has only one distinct example"
+    if not held_out and (settings.eval_fraction or settings.eval_source is not None):
+        if all(part.collection is not None for part in parts):
+            yield "nothing is held out: the data has only one distinct example"
+        else:
+            yield (
+                f"nothing is held out: data.eval_fraction={settings.eval_fraction:g} chose no example of those that "
+                "were looked at; raise it, or give data.eval_source"
+            )
+
+
+def _distinct(collections: Sequence[Collection | None]) -> list[Collection]:
+    found: list[Collection] = []
+    for collection in collections:
+        if collection is not None and not any(collection is other for other in found):
+            found.append(collection)
+    return found

@@ -1,117 +1,168 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A JSONL file as examples: one ``{"messages": [...]}`` or ``{"text": "..."}`` per line, read line by line."""
+"""Lines of JSON as a source: a block is the lines that begin in a piece of the file.
+
+So a block is found without reading what is before it, and every line belongs to exactly one. Line numbers are known
+when the blocks are read in order; else they are counted, for messages only.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from memascend_jax.data.file_bytes import AnyBytes
+from memascend_jax.data.records import EXPECTED, Example, example_of
+from memascend_jax.data.source import BLOCK_BYTES, Block, Fault
 from memascend_jax.errors import DataError
-from memascend_jax.units import counted
+from memascend_jax.units import MIB, format_bytes
 
-_EXPECTED = 'Each line is one object: {"messages": [{"role": …, "content": …}, …]} or {"text": …}.'
-_LIKE_TEXT = f"It is not a JSONL file. {_EXPECTED} A plain text goes into one or more of the latter."
-_SHOWN_FAULTS = 5
+#: A line longer than this is none of a data file's.
+_LONGEST_LINE_BYTES = 256 * MIB
+_UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
 
-@dataclass(frozen=True, slots=True)
-class Example:
-    """One example as it was given: a conversation, or a text when ``messages`` is None."""
+class Place:
+    """A line of a file; its text is ``file:line``, counted when it is asked for and not known."""
 
-    where: str
-    messages: list[dict[str, Any]] | None = None
-    text: str | None = None
+    __slots__ = ("_line", "lines", "offset")
+
+    def __init__(self, lines: JsonLines, offset: int, line: int | None) -> None:
+        self.lines, self.offset, self._line = lines, offset, line
+
+    def __str__(self) -> str:
+        if self._line is None:
+            self._line = self.lines.line_at(self.offset)
+        return self.lines.shown(self._line)
+
+
+class JsonLines:
+    """A file of one JSON object per line.
+
+    Args:
+        content: the file.
+        shown: returns what messages call line n, from 1; by default ``file:n``.
+    """
+
+    form = "JSONL"
+
+    def __init__(self, content: AnyBytes, shown: Callable[[int], str] | None = None) -> None:
+        self.content = content
+        self.name = content.shown
+        self.shown = shown or (lambda line: f"{content.shown}:{line}")
+        blocks = -(-content.size // BLOCK_BYTES)
+        self._sizes = np.full(blocks, BLOCK_BYTES, np.int64)
+        if blocks:
+            self._sizes[-1] = content.size - (blocks - 1) * BLOCK_BYTES
+        #: The number of a block's first line, where it is known.
+        self._first_lines = {0: 1}
 
     @property
-    def key(self) -> str:
-        """The content as text: equal examples have equal keys."""
-        return json.dumps(self.messages, sort_keys=True) if self.messages is not None else f"text:{self.text}"
+    def sizes(self) -> npt.NDArray[np.int64]:
+        return self._sizes
 
+    def load(self, block: int) -> Block:
+        """Returns the lines that begin in a block."""
+        start, data = self._lines_of(block)
+        line = self._first_lines.pop(block, None)
+        if line is not None:
+            self._first_lines[block + 1] = line + data.count(b"\n")
+        key = hashlib.blake2b(data, digest_size=32, person=b"jsonl").digest()
+        return Block(key, partial(self._items, start, line, data))
 
-def read_examples(path: Path) -> Iterator[Example]:
-    """Yields the examples of ``path`` in order.
-
-    Raises:
-        DataError: the file is missing, unreadable or empty; or, after the last line, how many lines are wrong, and
-            what with the first of them. Nothing is yielded after a wrong line.
-    """
-    shown: list[str] = []
-    count = wrong = not_json = 0
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                count += 1
-                try:
-                    example = _example(line, f"{path}:{number}")
-                except ValueError as error:
-                    wrong += 1
-                    not_json += isinstance(error, _NotJsonError)
-                    if len(shown) < _SHOWN_FAULTS:
-                        shown.append(f"  {path}:{number}: {error}\n")
-                    continue
-                if not wrong:
-                    yield example
-    except OSError as error:
-        raise DataError(f"cannot read the data file '{path}': {error.strerror}; set data.source") from error
-    if wrong:
-        more = f"  and {wrong - len(shown):,} more\n" if wrong > len(shown) else ""
-        raise DataError(
-            f"the data file '{path}' has {counted(wrong, 'wrong line', 'wrong lines')} of {count:,}:\n"
-            f"{''.join(shown)}{more}{_LIKE_TEXT if not_json == count else _EXPECTED}"
+    def line_at(self, offset: int) -> int:
+        """Returns the number of the line that begins at a byte: reads the file up to it."""
+        return 1 + sum(
+            self.content.read(at, min(MIB, offset - at)).count(b"\n") for at in range(0, offset, MIB)
         )
-    if not count:
-        raise DataError(f"the data file '{path}' is empty; expected one JSON object per line")
+
+    def fingerprint(self) -> str:
+        """Returns the file's."""
+        return self.content.fingerprint()
+
+    def check_unchanged(self) -> None:
+        """Raises ``DataError`` when the file is changed."""
+        self.content.check_unchanged()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self.content.close()
+
+    def _lines_of(self, block: int) -> tuple[int, bytes]:
+        """The offset of the first line that begins in a block, and the bytes to the end of the last."""
+        start, end = block * BLOCK_BYTES, min(self.content.size, (block + 1) * BLOCK_BYTES)
+        before = 1 if block else 0
+        data = self.content.read(start - before, end - start + before)
+        if block:
+            # A line begins in this block after a newline; the byte before the block may be one.
+            newline = data.find(b"\n")
+            start, data = (start + newline, data[newline + 1 :]) if newline >= 0 else (end, b"")
+        at = end
+        pieces = [data]
+        while data and not pieces[-1].endswith(b"\n") and at < self.content.size:
+            piece = self.content.read(at, BLOCK_BYTES)
+            newline = piece.find(b"\n")
+            pieces.append(piece if newline < 0 else piece[: newline + 1])
+            at += len(piece)
+            if at - start > _LONGEST_LINE_BYTES:
+                raise DataError(
+                    f"the data file '{self.name}' has a line of more than {format_bytes(_LONGEST_LINE_BYTES)} at byte "
+                    f"{start:,}; each line must be one JSON object. For plain text give the file a name that ends in "
+                    ".txt, or set data.kind=text"
+                )
+        return start, b"".join(pieces)
+
+    def _items(self, offset: int, line: int | None, data: bytes, kind: str) -> Iterator[Example | Fault]:
+        for text in data.split(b"\n"):
+            if text.strip():
+                yield self._item(text, Place(self, offset, line), kind)
+            offset += len(text) + 1
+            line = None if line is None else line + 1
+
+    def _item(self, text: bytes, place: Place, kind: str) -> Example | Fault:
+        try:
+            example = example_of(_json(text, place.offset), place, kind)
+            if b"\\ud" in text.lower():
+                example.key.encode()
+                "".join(example.texts()).encode()
+            return example
+        except _NotJsonError as error:
+            return Fault(place, str(error), not_json=True, begins=text.lstrip()[:1])
+        except UnicodeEncodeError:
+            return Fault(place, "half of a surrogate pair (\\ud800 to \\udfff), which is no text")
+        except ValueError as error:
+            return Fault(place, str(error))
 
 
 class _NotJsonError(ValueError):
     pass
 
 
-def _example(line: bytes, where: str) -> Example:
+def _json(line: bytes, offset: int) -> Any:
+    if line[:2] in _UTF16:
+        raise _NotJsonError("UTF-16 text; write it as UTF-8: iconv -f utf-16 -t utf-8 OLD > NEW")
     try:
-        value = json.loads(line)
+        return json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise _NotJsonError(f"not UTF-8 text (byte {error.start} of the line)") from None
+        raise _NotJsonError(
+            f"not UTF-8 text (byte 0x{line[error.start]:02X} at byte {offset + error.start:,} of the file). If it is "
+            "Latin-1, write it anew: iconv -f latin1 -t utf-8 OLD > NEW"
+        ) from None
     except (json.JSONDecodeError, RecursionError) as error:
         reason = getattr(error, "msg", "nested too deeply")
-        hint = "; the file looks like one JSON array, write one object per line" if line[:1] == b"[" else ""
-        raise _NotJsonError(f"not JSON: {reason} at column {getattr(error, 'colno', 1)}{hint}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f'expected an object {{"messages": [...]}} or {{"text": "..."}}, got {_kind(value)}')
-    has_messages, has_text = "messages" in value, "text" in value
-    if has_messages == has_text:
-        got = (
-            "both"
-            if has_text
-            else f"the keys {', '.join(map(repr, list(value)[:5])) or 'of an empty object'}"
-        )
-        raise ValueError(f"expected either 'messages' or 'text', got {got}")
-    if has_text:
-        if not isinstance(value["text"], str):
-            raise ValueError(f"'text' must be text, got {_kind(value['text'])}")
-        return Example(where, text=value["text"])
-    return Example(where, messages=_messages(value["messages"]))
+        raise _NotJsonError(f"not JSON: {reason} at column {getattr(error, 'colno', 1)}") from None
 
 
-def _messages(value: Any) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"'messages' must be a list of at least one message, got {_kind(value)}")
-    for index, message in enumerate(value):
-        if not isinstance(message, dict):
-            raise ValueError(f"messages[{index}] must be an object, got {_kind(message)}")
-        for key in ("role", "content"):
-            if key not in message:
-                raise ValueError(f"messages[{index}] has no {key!r}, only {', '.join(map(repr, message))}")
-            if not isinstance(message[key], str):
-                raise ValueError(f"messages[{index}].{key} must be text, got {_kind(message[key])}")
-    return value
-
-
-def _kind(value: Any) -> str:
-    kinds = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
-    return "an empty list" if value == [] else kinds.get(type(value), "a number")
+def likely(begins: bytes) -> str:
+    """Returns what a file that begins with the sign ``begins`` seems to be, where none of its lines is JSON."""
+    if begins == b"{":
+        return f"It looks like one JSON object over several lines: write each object on a line of its own. {EXPECTED}"
+    return (
+        f"It is not a JSONL file. {EXPECTED} To train on plain text give the file a name that ends in .txt, or set "
+        "data.kind=text."
+    )

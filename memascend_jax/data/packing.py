@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Examples packed into sequences of one length, each example visible only to itself.
+"""Examples put into sequences of one length, each example visible only to itself; several into one, or one each.
 
 An example of n tokens gives n - 1 pairs (token, next token) and takes n - 1 places: its last token is only ever a
 label. The arrays of a batch are made when it is asked for.
@@ -7,6 +7,7 @@ label. The arrays of a batch are made when it is asked for.
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -59,16 +60,9 @@ class PackedExamples:
 
     def batch(self, indices: Sequence[int] | Numbers) -> Microbatch:
         """Returns new arrays with the sequences of ``indices``, one row each."""
-        shape = (len(indices), self.seq_len)
-        batch = Microbatch(
-            tokens=np.full(shape, self.pad_id, np.int32),
-            labels=np.full(shape, self.pad_id, np.int32),
-            weights=np.zeros(shape, np.float32),
-            segments=np.zeros(shape, np.int32),
-            positions=np.zeros(shape, np.int32),
-        )
+        batch = padding(len(indices), self.seq_len, self.pad_id)
         for row, index in enumerate(indices):
-            self._fill(batch, row, int(index))
+            self.fill(batch, row, int(index))
         return batch
 
     def members(self, index: int) -> list[Encoded]:
@@ -84,7 +78,23 @@ class PackedExamples:
         """Returns how many places of all sequences hold a token; the rest is padding."""
         return sum(len(example.tokens) - 1 for index in range(len(self)) for example in self.members(index))
 
-    def _fill(self, batch: Microbatch, row: int, index: int) -> None:
+    def places(self) -> npt.NDArray[np.int64]:
+        """Returns how many places of each sequence hold a token, int64 [sequences]."""
+        used = np.concatenate([[0], np.cumsum(self.examples.lengths()[self.numbers] - 1)])
+        return np.diff(used[self.starts])
+
+    def digest(self) -> str:
+        """Returns a SHA-256, in hex, of what the sequences hold and of which tokens are trained, in their order."""
+        digest = hashlib.sha256(np.diff(self.starts).astype("<i4").tobytes())
+        for number in self.numbers[: self.starts[-1]].tolist():
+            example = self.examples[number]
+            digest.update(f"{len(example.tokens)};".encode())
+            digest.update(example.tokens.astype("<i4", copy=False).tobytes())
+            digest.update(example.trained.tobytes())
+        return digest.hexdigest()
+
+    def fill(self, batch: Microbatch, row: int, index: int) -> None:
+        """Writes sequence ``index`` over the padding in one row of ``batch``."""
         begin = 0
         for segment, example in enumerate(self.members(index), start=1):
             places = slice(begin, begin + len(example.tokens) - 1)
@@ -96,14 +106,40 @@ class PackedExamples:
             begin = places.stop
 
 
+def padding(rows: int, seq_len: int, pad_id: int) -> Microbatch:
+    """Returns new arrays in which nothing is but padding."""
+    shape = (rows, seq_len)
+    return Microbatch(
+        tokens=np.full(shape, pad_id, np.int32),
+        labels=np.full(shape, pad_id, np.int32),
+        weights=np.zeros(shape, np.float32),
+        segments=np.zeros(shape, np.int32),
+        positions=np.zeros(shape, np.int32),
+    )
+
+
 def pack(
-    examples: Examples, numbers: Sequence[int], seq_len: int, *, pad_id: int, seed: int
+    examples: Examples,
+    numbers: Sequence[int],
+    seq_len: int,
+    *,
+    pad_id: int,
+    seed: int,
+    together: bool = True,
 ) -> PackedExamples:
-    """Returns the examples of ``numbers``, each of 2 to ``seq_len + 1`` tokens, in an order drawn from ``seed``."""
+    """Returns the examples of ``numbers``, each of 2 to ``seq_len + 1`` tokens, in an order drawn from ``seed``.
+
+    Args:
+        together: as many as there is room for in a sequence; else one in each.
+    """
     drawn = np.random.Generator(np.random.Philox(key=[seed, 0x7061636B])).permutation(
         np.array(numbers, np.int32)
     )
-    sequences = _best_fit(drawn.tolist(), (examples.lengths() - 1).tolist(), seq_len)
+    sequences = (
+        _best_fit(drawn.tolist(), (examples.lengths() - 1).tolist(), seq_len)
+        if together
+        else [[number] for number in drawn.tolist()]
+    )
     return PackedExamples(
         seq_len=seq_len,
         pad_id=pad_id,

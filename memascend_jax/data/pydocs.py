@@ -16,6 +16,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
+from memascend_jax.data.messages import Message
+from memascend_jax.data.records import Example
+from memascend_jax.data.source import Block, Fault
 from memascend_jax.errors import DataError
 
 #: Enough for hundreds of steps; parsing every module would take more than twice the time.
@@ -74,6 +80,41 @@ def read_pairs(stdlib: Path | None = None, most: int = MOST_PAIRS) -> list[Pair]
             " Ubuntu: apt install python3) or set data.source to a JSONL file"
         )
     return sorted(list(pairs.values())[:most], key=lambda pair: name_hash(pair.name))
+
+
+class Pydocs:
+    """The pairs as a source of one block."""
+
+    name, form = "pydocs", "docstrings"
+
+    @property
+    def sizes(self) -> npt.NDArray[np.int64]:
+        # A block of unknown text; there is no file that could be too large.
+        return np.ones(1, np.int64)
+
+    def load(self, block: int) -> Block:
+        """Returns all of them."""
+        return Block(b"", self._items)
+
+    def fingerprint(self) -> str:
+        """Returns a digest of all of them."""
+        digest = hashlib.sha256()
+        for pair in read_pairs():
+            digest.update(f"{pair.name}\0{pair.question}\0{pair.answer}\0".encode())
+        return digest.hexdigest()
+
+    def check_unchanged(self) -> None:
+        """Returns: they were read at once."""
+
+    def close(self) -> None:
+        """Does nothing."""
+
+    @staticmethod
+    def _items(kind: str) -> Iterator[Example | Fault]:
+        for pair in read_pairs():
+            asked: Message = {"role": "user", "content": pair.question}
+            answered: Message = {"role": "assistant", "content": pair.answer}
+            yield Example(pair.name, messages=[asked, answered], kind="messages")
 
 
 def name_hash(name: str) -> bytes:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from memascend_jax.checkpoints.export import export_huggingface
 from memascend_jax.config import Config, has_store, to_dict
-from memascend_jax.data.batches import BatchOrder, steps_of_epochs
+from memascend_jax.data.batches import steps_of_epochs
 from memascend_jax.data.dataset import Dataset
 from memascend_jax.errors import ConfigError, MemascendError, RunError, StoppedError
 from memascend_jax.memory.allocator import limit_heap_growth, trim_heap
@@ -198,7 +198,15 @@ def _load(config: Config, stack: ExitStack) -> Run:
         folder.check_is_of(found.store_id, started_in, finished=finished)
     model = open_model(config)
     stack.callback(model.close)
-    data = open_data(config, model)
+    before = _state_before(origin)
+    data = open_data(
+        config,
+        model,
+        position=before.position if before is not None else None,
+        read=sequences_read(before) if before is not None else 0,
+        say=screen.say,
+    )
+    stack.callback(data.close)
     contents = content_digests(model.config, data)
     if found is None:
         if origin.saved is not None:
@@ -225,6 +233,11 @@ def _load(config: Config, stack: ExitStack) -> Run:
         read = sequences_read(found.state)
         state = replace(found.state, config=to_dict(config), contents=contents, sequences=read)
     job = Run(config, folder, screen, model, data, plan, _total_steps(config, data, state), state, origin)
+    if not job.is_complete:
+        # What is wrong with the beginning of streamed data is found before anything is written.
+        data.train.first_example()
+        if before is not None and before.contents.get("train") == contents["train"]:
+            data.train.check_position()
     if found is not None and not job.is_complete:
         check_tensors(found, plan.specs)
         check_scratch(found, plan.scratch_bytes)
@@ -238,6 +251,13 @@ def _load(config: Config, stack: ExitStack) -> Run:
         if space is not None:
             check_checkpoint_space(space, plan.disk_bytes if found is None else 0)
     return job
+
+
+def _state_before(origin: Origin) -> RunState | None:
+    """The state that the run goes on with or begins with, or None."""
+    if origin.found is not None:
+        return origin.found.state
+    return origin.state() if origin.saved is not None else None
 
 
 def _with_durability(config: Config, durability: str) -> Config:
@@ -269,6 +289,8 @@ def _begin(job: Run) -> None:
         prove_writable(job.config)
     job.folder.prepare(job.config, job.plan.to_json(), job.state.step, job.total_steps)
     job.screen.show_plan(job.plan.rows())
+    for note in job.model.notes:
+        job.screen.say(note)
     job.screen.show_data(job.data, job.model.coder)
 
 
@@ -287,7 +309,25 @@ def _total_steps(config: Config, data: Dataset, state: RunState) -> int:
         return train.steps
     assert train.epochs is not None, "the configuration sets one of the two"
     step_sequences = train.micro_batch_size * train.gradient_accumulation_steps
-    return steps_of_epochs(train.epochs, len(data.train), step_sequences, state.step, state.sequences or 0)
+    if data.train.per_epoch is None:
+        raise ConfigError(_why_no_epochs(config, data))
+    return steps_of_epochs(
+        train.epochs, data.train.per_epoch, step_sequences, state.step, state.sequences or 0
+    )
+
+
+def _why_no_epochs(config: Config, data: Dataset) -> str:
+    """Says that streamed data is not counted, and about how many steps an epoch has."""
+    train = config.train
+    about = data.estimated_sequences()
+    steps = max(
+        1, round(about * (train.epochs or 1) / (train.micro_batch_size * train.gradient_accumulation_steps))
+    )
+    return (
+        f"train.epochs={train.epochs:g} needs the number of sequences, which nobody knows of streamed data before it "
+        f"has been read: by its first part they are about {about:,}. Set train.steps={steps} (or data.stream=never, to "
+        "read all of it into memory at the start)"
+    )
 
 
 def _set_up(
@@ -423,7 +463,6 @@ def _train(job: Run, session: Session, trainer: Trainer, stop: StopRequest) -> N
     train = job.config.train
     data = StepData(
         job.data.train,
-        BatchOrder(len(job.data.train), train.seed),
         train.gradient_accumulation_steps,
         train.micro_batch_size,
         done_steps=job.state.step,
@@ -446,6 +485,8 @@ def _train(job: Run, session: Session, trainer: Trainer, stop: StopRequest) -> N
         _keep_model(job, session)
         raise
     trim_heap()
+    if job.data.streams:
+        job.screen.say(job.data.read_so_far())
     _commit(job, session, **_looked_at(job, session, "after"))
     if job.checkpoints is not None and job.checkpoints.is_due(job.state.step):
         job.checkpoints.save(job.state, job.state.results["eval_loss_after"])
@@ -526,7 +567,7 @@ def _answers(job: Run, session: Session) -> list[str]:
     coder = job.model.coder
     if not questions or coder is None:
         return []
-    prompts = [coder.encode_prompt(question.messages).tolist() for question in questions]
+    prompts = [coder.encode_prompt(question.messages, question.tools).tolist() for question in questions]
     eos = job.model.config.eos_token_id
     ends = (*(eos if isinstance(eos, tuple) else (eos,)), coder.eos_id)
     stop_ids = {token for token in ends if token is not None}

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
 
+from memascend_jax.checkpoints.model_files import CHAT_TEMPLATE
 from memascend_jax.checkpoints.random_init import random_pieces
 from memascend_jax.checkpoints.resized import ResizedCheckpoint
 from memascend_jax.checkpoints.saved_model import SavedModel
@@ -16,6 +18,8 @@ from memascend_jax.checkpoints.smollm2 import smollm2_135m_path
 from memascend_jax.checkpoints.source import Checkpoint, PiecesInOrder, open_checkpoint
 from memascend_jax.config import Config
 from memascend_jax.data.dataset import Dataset, build_dataset
+from memascend_jax.data.named_templates import chat_template, missing_tokens
+from memascend_jax.data.settings import DataSettings, SourceSpec
 from memascend_jax.data.tokenize import Coder
 from memascend_jax.errors import ConfigError, DataError
 from memascend_jax.models.shapes import LlamaConfig, tensor_shapes
@@ -23,6 +27,7 @@ from memascend_jax.units import MIB
 
 SMOLLM2 = "smollm2-135m"
 RANDOM = "random"
+CACHE_AUTO, CACHE_OFF = "auto", "off"
 _PIECE_BYTES = 8 * MIB
 
 Pieces = Callable[[str], Iterable[tuple[int, NDArray[Any]]]]
@@ -30,16 +35,28 @@ Pieces = Callable[[str], Iterable[tuple[int, NDArray[Any]]]]
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model before any of its weights are read; ``checkpoint`` is None for random weights."""
+    """A model before any of its weights are read; ``checkpoint`` is None for random weights.
+
+    Attributes:
+        notes: sentences that the user should read.
+        chosen_template: the chat template of ``data.chat_template``; None: the model's own.
+    """
 
     config: LlamaConfig
     checkpoint: Checkpoint | None
     coder: Coder | None
     pieces: Pieces
+    notes: tuple[str, ...] = ()
+    chosen_template: str | None = None
 
     def export_files(self) -> dict[str, bytes]:
         """Returns what an exported folder holds beside the weights; of random weights nothing."""
-        return self.checkpoint.export_files() if self.checkpoint is not None else {}
+        if self.checkpoint is None:
+            return {}
+        files = self.checkpoint.export_files()
+        # Who uses the model must write to it as it was trained.
+        chosen = self.chosen_template
+        return files if chosen is None else {**files, CHAT_TEMPLATE: chosen.encode()}
 
     def close(self) -> None:
         """Closes the checkpoint's files."""
@@ -70,14 +87,25 @@ def open_model(config: Config) -> ModelSource:
         )
     pieces = PiecesInOrder(checkpoint, [tensor.name for tensor in tensor_shapes(shape)], _PIECE_BYTES)
     if not has_tokenizer:
-        if config.data.source != RANDOM:
+        if config.data.source != RANDOM or config.data.sources:
             raise DataError(
                 f"data.source={config.data.source} needs a tokenizer, which the model in {source!r} has not: it began "
                 "as random weights. Use random data"
             )
         return ModelSource(shape, checkpoint, None, pieces)
-    coder = Coder(checkpoint.tokenizer(), checkpoint.chat_template, checkpoint.special_ids)
-    return ModelSource(shape, checkpoint, coder, pieces)
+    data = config.data
+    chosen = chat_template(data.chat_template) if data.chat_template is not None else None
+    coder = Coder(
+        checkpoint.tokenizer(),
+        chosen or checkpoint.chat_template,
+        checkpoint.special_ids,
+        "the model's chat template" if chosen is None else f"the chat template {data.chat_template}",
+        data.train_on,
+        data.system_prompt,
+    )
+    missing = missing_tokens(data.chat_template or "", coder.tokenizer)
+    notes = (missing,) if missing is not None else ()
+    return ModelSource(shape, checkpoint, coder, pieces, notes=notes, chosen_template=chosen)
 
 
 def _with_vocabulary(checkpoint: Checkpoint, config: Config) -> Checkpoint:
@@ -99,21 +127,55 @@ def _with_vocabulary(checkpoint: Checkpoint, config: Config) -> Checkpoint:
         raise
 
 
-def open_data(config: Config, model: ModelSource) -> Dataset:
-    """Returns the tokenized and packed data of ``data.source``.
+def open_data(
+    config: Config,
+    model: ModelSource,
+    *,
+    position: Mapping[str, Any] | None = None,
+    read: int = 0,
+    writes: bool = True,
+    say: Callable[[str], object] = lambda text: None,
+) -> Dataset:
+    """Returns the data of ``data.source`` or ``data.sources``: tokenized and packed, or streamed.
+
+    Args:
+        position: of streamed data, as an earlier run committed it, which had read ``read`` sequences.
+        writes: whether tokens may be kept in the cache.
+        say: told what takes long.
 
     Raises:
         DataError: the data is missing, malformed or empty, or nothing of it would be trained.
     """
     data = config.data
-    return build_dataset(
+    settings = DataSettings(
         source=data.source,
-        coder=model.coder,
-        vocab_size=model.config.vocab_size,
-        seq_len=data.seq_len,
+        sources=[SourceSpec(entry.path, entry.weight, entry.kind or "auto") for entry in data.sources],
+        kind=data.kind,
         eval_source=data.eval_source,
         eval_fraction=data.eval_fraction,
         eval_sequences=data.eval_sequences,
+        seq_len=data.seq_len,
         too_long=data.too_long,
+        packing_on=data.packing,
+        length_grouping=data.length_grouping,
+        bad_records=data.bad_records,
+        stream=data.stream,
         seed=config.train.seed,
+        micro_batch_size=config.train.micro_batch_size,
+        cache=cache_folder(config) if writes else None,
+        cache_all=data.cache not in (CACHE_AUTO, CACHE_OFF),
+        # A run writes nothing into its folder before it has been found to be right.
+        cache_home=Path(config.run.dir).expanduser() if data.cache == CACHE_AUTO else None,
+        position=position or {},
+        read=read,
+        say=say,
     )
+    return build_dataset(settings, model.coder, vocab_size=model.config.vocab_size)
+
+
+def cache_folder(config: Config) -> Path | None:
+    """Returns the folder of the token cache, or None where there is none."""
+    named = config.data.cache
+    if named == CACHE_AUTO:
+        return Path(config.run.dir).expanduser() / "token_cache"
+    return None if named == CACHE_OFF else Path(named).expanduser()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,7 +33,9 @@ def plan_from_config(config: Config, *, device_is_host: bool = True) -> RunPlan:
 
     model = open_model(config)
     try:
-        n_examples = open_data(config, model).sequences
+        # Closed again: it is only looked at, and nothing is written.
+        with closing(open_data(config, model, writes=False)) as data:
+            n_examples = data.sequences
         return plan_config(config, model.config, n_examples=n_examples, device_is_host=device_is_host)
     finally:
         model.close()

@@ -13,8 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from memascend_jax.config import CONTENT_KEYS, Change, Config, not_allowed, to_dict, training_changes
 from memascend_jax.errors import ConfigError, StoreError
 from memascend_jax.models.shapes import LlamaConfig
@@ -26,10 +24,9 @@ from memascend_jax.units import counted, format_bytes
 if TYPE_CHECKING:
     # Reading data takes long to import, and a plan reads none.
     from memascend_jax.data.dataset import Dataset
-    from memascend_jax.data.packing import PackedExamples
 
-#: Which digest of ``content_digests`` a key's value stands for.
-_CONTENT_OF = {"model.source": "model", "data.source": "train", "data.eval_source": "held_out"}
+#: The digest of the training data among ``content_digests``; those of several sources have it before their names.
+_TRAIN = "train"
 #: With one of these changed the same data gives other sequences.
 _SHAPES_DATA = ("data.", "train.seed", "model.config.vocab_size")
 _SHOWN = 3
@@ -96,12 +93,12 @@ def check_contents(found: Found, config: Config, contents: Mapping[str, str]) ->
     named = {change.key: change for change in found.changes if change.key in CONTENT_KEYS}
     before = found.state.contents
     changes = list(settings)
-    for key, content in _CONTENT_OF.items():
+    for key, content in _content_of(config).items():
         follows = "model.config." if content == "model" else _SHAPES_DATA
         if content not in before or any(change.key.startswith(follows) for change in settings):
             changes += [named[key]] if key in named else []
         elif before[content] != contents.get(content) and not _only_follows(key, config, changes):
-            changes.append(named.get(key, _same_place(key, config)))
+            changes.append(named.get(key, _same_place(key, config, before, contents)))
     if found.state.config["data"].get("eval_sequences") != config.data.eval_sequences:
         # Other sequences are held out because fewer or more are.
         changes = [change for change in changes if change.key != "data.eval_source" or change.key in named]
@@ -151,9 +148,11 @@ def content_digests(shape: LlamaConfig, data: Dataset) -> dict[str, str]:
     known = {field.name: field.default for field in fields(shape)}
     used = {name: value for name, value in asdict(shape).items() if value != known[name]}
     text = json.dumps(used, sort_keys=True)
-    digests = {"model": hashlib.sha256(text.encode()).hexdigest(), "train": _digest(data.train)}
+    digests = {"model": hashlib.sha256(text.encode()).hexdigest()}
+    for name, digest in data.train.digests().items():
+        digests[f"{_TRAIN}:{name}" if name else _TRAIN] = digest
     if data.held_out is not None:
-        digests["held_out"] = _digest(data.held_out)
+        digests["held_out"] = data.held_out.digest()
     return digests
 
 
@@ -252,15 +251,28 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names[:_SHOWN])) + more
 
 
+def _content_of(config: Config) -> dict[str, str]:
+    """Which digest of ``content_digests`` a key's value stands for."""
+    return {"model.source": "model", _trained_on(config): _TRAIN, "data.eval_source": "held_out"}
+
+
+def _trained_on(config: Config) -> str:
+    return "data.sources" if config.data.sources else "data.source"
+
+
 def _only_follows(key: str, config: Config, changes: Sequence[Change]) -> bool:
     """Whether held-out data is other data because what it is a part of is."""
     follows = key == "data.eval_source" and config.data.eval_source is None
-    return follows and any(change.key == "data.source" for change in changes)
+    return follows and any(change.key == _trained_on(config) for change in changes)
 
 
-def _same_place(key: str, config: Config) -> Change:
+def _same_place(key: str, config: Config, before: Mapping[str, str], contents: Mapping[str, str]) -> Change:
     place = to_dict(config)[key.partition(".")[0]][key.partition(".")[2]]
-    shown = "a part of data.source" if place is None else place
+    if key == "data.sources":
+        digests = {name: digest for name, digest in contents.items() if name.startswith(f"{_TRAIN}:")}
+        others = [name.partition(":")[2] for name, digest in digests.items() if before.get(name) != digest]
+        place = ", ".join(others or [entry["path"] for entry in place])
+    shown = f"a part of {_trained_on(config)}" if place is None else place
     return Change(key, f"{shown} as it was", "its contents as they are now")
 
 
@@ -272,14 +284,3 @@ def _difference(held: TensorSpec | None, wanted: TensorSpec) -> str | None:
     if held.tile_elements != wanted.tile_elements:
         return f"'{wanted.name}' has tiles of {held.tile_elements} elements, not {wanted.tile_elements}"
     return None
-
-
-def _digest(sequences: PackedExamples) -> str:
-    """A SHA-256, in hex, of what the sequences hold and of which tokens are trained, in their order."""
-    digest = hashlib.sha256(np.diff(sequences.starts).astype("<i4").tobytes())
-    for number in sequences.numbers[: sequences.starts[-1]].tolist():
-        example = sequences.examples[number]
-        digest.update(f"{len(example.tokens)};".encode())
-        digest.update(example.tokens.astype("<i4", copy=False).tobytes())
-        digest.update(example.trained.tobytes())
-    return digest.hexdigest()

@@ -65,7 +65,7 @@ def config_of(state: RunState) -> Config:
 def without_data(config: Config) -> Config:
     """Returns the configuration with random data: what is trained on does not matter here, and may be gone."""
     return config.model_copy(
-        update={"data": config.data.model_copy(update={"source": "random", "seq_len": 2})}
+        update={"data": config.data.model_copy(update={"source": "random", "sources": (), "seq_len": 2})}
     )
 
 

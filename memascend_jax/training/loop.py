@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from memascend_jax.data.batches import BatchOrder
 from memascend_jax.data.packing import Microbatch, PackedExamples
-from memascend_jax.errors import NonfiniteError, StoppedError
+from memascend_jax.data.sequences import Position, TrainingSequences, batches_at
+from memascend_jax.errors import MemascendError, NonfiniteError, StoppedError
 from memascend_jax.memory.meter import Meter
 from memascend_jax.observe import trace
 from memascend_jax.observe.step_clock import StepClock
@@ -42,8 +42,7 @@ class StepData:
         read: sequences that it read in them.
     """
 
-    examples: PackedExamples
-    order: BatchOrder
+    examples: TrainingSequences
     micro_batches: int
     micro_batch_size: int
     done_steps: int = 0
@@ -56,9 +55,14 @@ class StepData:
 
     def of_step(self, step: int) -> list[Microbatch]:
         """Returns the micro-batches of ``step``, counted from 1 and not before the first that is left to do."""
-        first = self.read + (step - 1 - self.done_steps) * self.sequences
-        indices = self.order.take(first, self.sequences).reshape(self.micro_batches, self.micro_batch_size)
-        return [self.examples.batch(chosen) for chosen in indices]
+        return batches_at(self.examples, self._read_before(step), self.micro_batches, self.micro_batch_size)
+
+    def position_after(self, step: int) -> Position:
+        """Returns what the data needs, besides the number of sequences read, to go on after ``step``."""
+        return self.examples.position(self._read_before(step + 1))
+
+    def _read_before(self, step: int) -> int:
+        return self.read + (step - 1 - self.done_steps) * self.sequences
 
 
 class Trainer:
@@ -124,7 +128,14 @@ class Trainer:
                 raise StoppedError(f"stopped by {stop.signal_name} after step {state.step} of {total_steps}")
             step = state.step + 1
             try:
-                result = self._train_step(step, data.of_step(step), data.of_step(step + 1))
+                batches, following = data.of_step(step), data.of_step(step + 1)
+            except MemascendError:
+                # Streamed data that is damaged further on: the steps before it are kept.
+                self.placement.begin_commit(state.encode())
+                self._drain(state.step)
+                raise
+            try:
+                result = self._train_step(step, batches, following)
             except NonfiniteError:
                 self.placement.cancel_update()
                 self._drain(state.step)
@@ -146,6 +157,7 @@ class Trainer:
                 result.tokens,
                 result.scaling,
                 sequences=data.sequences,
+                position=data.position_after(step),
                 **extra,
             )
             self.placement.begin_commit(state.encode())

@@ -31,6 +31,7 @@ class RunState:
         results: figures that the summary needs from before an interruption, such as ``eval_loss_before``.
         sequences: read so far, which is the place in the data; None in a state of an earlier version, that has read as
             many in every step.
+        position: what streamed data needs besides to go on there, as ``TrainingSequences.position`` returns it.
         contents: digests of what the configuration only names, as ``recipes.resume`` makes them.
     """
 
@@ -42,6 +43,7 @@ class RunState:
     scaling: Mapping[str, Any] = field(default_factory=dict)
     results: Mapping[str, Any] = field(default_factory=dict)
     sequences: int | None = 0
+    position: Mapping[str, Any] = field(default_factory=dict)
     contents: Mapping[str, str] = field(default_factory=dict)
     schema: int = SCHEMA
 
@@ -53,15 +55,21 @@ class RunState:
         scaling: ScaleState,
         *,
         sequences: int,
+        position: Mapping[str, Any] | None = None,
         **results: Any,
     ) -> RunState:
-        """Returns the state after one more step, that read ``sequences`` and trained on ``trained_tokens``."""
+        """Returns the state after one more step, that read ``sequences`` and trained on ``trained_tokens``.
+
+        Args:
+            position: of the data after it, where there is more to say than the sequences read.
+        """
         return replace(
             self,
             step=step,
             metrics_bytes=metrics_bytes,
             tokens=self.tokens + trained_tokens,
             sequences=(self.sequences or 0) + sequences,
+            position=position or {},
             scaling=asdict(scaling),
             results={**self.results, **results},
         )

@@ -10,6 +10,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,8 +20,8 @@ from killed_runs import Outcome, check_same, outcome
 from tiny_checkpoints import hf_config, random_tensors, write_folder
 
 from memascend_jax.config import load_config
-from memascend_jax.data.batches import BatchOrder
-from memascend_jax.data.packing import PackedExamples
+from memascend_jax.data.packing import Microbatch
+from memascend_jax.data.sequences import TrainingSequences
 from memascend_jax.errors import ConfigError, StoppedError, StoreError
 from memascend_jax.observe.metrics import read_lines
 from memascend_jax.observe.report import read_run
@@ -150,11 +151,15 @@ def test_a_clock_that_jumps_changes_nothing(
         assert expected_life(store.inspect(), [1.0])[0]["bytes_written"] > 0
 
 
-class Indices:
-    """Examples whose batches are their numbers."""
+@dataclass
+class Places:
+    """Sequences whose first token is their place."""
 
-    def batch(self, indices: np.ndarray) -> np.ndarray:
-        return indices
+    seq_len: int = 1
+    pad_id: int = 0
+
+    def fill(self, batch: Microbatch, row: int, place: int) -> None:
+        batch.tokens[row] = place
 
 
 def test_a_signal_while_the_model_is_read_breaks_it_off_and_it_is_read_again(
@@ -195,10 +200,9 @@ def test_another_batch_size_is_refused_and_if_allowed_goes_on_in_the_data(
     assert [line["tokens"] for line in read_lines(folder / "metrics.jsonl")] == [256, 256, 512, 512, 512]
     with TensorStore.open([folder / "memascend.store"], read_only=True, direct_io="optional") as store:
         assert RunState.decode(store.run_state, "store").sequences == 2 * 4 + 3 * 8
-    data = StepData(cast(PackedExamples, Indices()), BatchOrder(512, 0), 4, 2, done_steps=2, read=8)
-    assert (
-        np.concatenate(data.of_step(3) + data.of_step(4)).tolist() == BatchOrder(512, 0).take(8, 16).tolist()
-    )
+    data = StepData(cast(TrainingSequences, Places()), 4, 2, done_steps=2, read=8)
+    batches = data.of_step(3) + data.of_step(4)
+    assert np.concatenate([batch.tokens.ravel() for batch in batches]).tolist() == list(range(8, 24))
     state = json.loads((folder / "status.json").read_text())
     assert (state["state"], state["step"]) == ("done", 5)
     # The new values are those of the run from now on.

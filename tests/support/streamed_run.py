@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from memascend_jax.config import load_config
-from memascend_jax.data.batches import BatchOrder
 from memascend_jax.recipes.inputs import open_data, open_model
 from memascend_jax.recipes.planning import plan_config
 from memascend_jax.recipes.run_store import open_store
@@ -63,7 +62,7 @@ def streamed_run(folder: Path, *overrides: str, total_steps: int = 20):
     config = load_config(["tiny_random"], [f"run.dir={folder}", "offload.direct_io=optional", *overrides])
     model = open_model(config)
     data = open_data(config, model)
-    plan = plan_config(config, model.config, n_examples=len(data.train))
+    plan = plan_config(config, model.config, n_examples=data.train.held)
     with ExitStack() as stack:
         arena = stack.enter_context(open_arena(plan))
         store = None
@@ -74,7 +73,6 @@ def streamed_run(folder: Path, *overrides: str, total_steps: int = 20):
             train = config.train
             step_data = StepData(
                 data.train,
-                BatchOrder(len(data.train), train.seed),
                 train.gradient_accumulation_steps,
                 train.micro_batch_size,
             )

@@ -11,6 +11,7 @@ from byte_coder import CHAT_TEMPLATE, GENERATION_TEMPLATE, byte_coder
 
 from memascend_jax.data import chat
 from memascend_jax.data.chat import ChatTemplate
+from memascend_jax.data.records import Example
 from memascend_jax.data.tokenize import decoded_spans
 from memascend_jax.errors import DataError
 
@@ -61,7 +62,7 @@ def test_turn_that_the_template_rewrites_later_is_not_trained() -> None:
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
     text, ranges = template.answers([user("q"), assistant("long"), user("r"), assistant("last")])
-    assert [text[start:end] for start, end in ranges] == ["last"]
+    assert [span and text[slice(*span)] for span in ranges] == [None, "last"]
 
 
 def test_special_tokens_of_the_model_are_known_to_the_template() -> None:
@@ -70,7 +71,7 @@ def test_special_tokens_of_the_model_are_known_to_the_template() -> None:
 
 
 def test_text_is_trained_whole_with_the_end_token() -> None:
-    encoded = byte_coder(None).encode_text("ab")
+    encoded = byte_coder(None).encode_texts([Example("here", text="ab")])[0]
     assert encoded.trained.all()
     assert encoded.tokens[-1] == 2
     assert encoded.trained_tokens == 2
@@ -116,5 +117,5 @@ def test_flood_of_output_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_message_cannot_pose_as_an_answer() -> None:
     coder = byte_coder(GENERATION_TEMPLATE)
-    text, ranges = coder.rendered([user("{% generation %}x{% endgeneration %}\x00"), assistant("y")])
+    text, ranges, _ = coder.rendered([user("{% generation %}x{% endgeneration %}\x00"), assistant("y")])
     assert [text[start:end] for start, end in ranges] == ["y<|im_end|>"]

@@ -311,8 +311,8 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
             "optimizer.clip_norm and optimizer.skip_nonfinite, which need the whole gradient before the first update;"
             " leave them out (clip_norm: null) or",
         ),
-        (["offload.cache=1"], "unknown key 'offload.cache'; offload has store, host_memory, "),
-        (["cache=1"], "unknown key 'cache'\n"),
+        (["offload.zone=1"], "unknown key 'offload.zone'; offload has store, host_memory, "),
+        (["zone=1"], "unknown key 'zone'\n"),
         (["offload.tracee=1"], "did you mean 'run.trace'?"),
         (["offload.durabilty=step"], "did you mean 'offload.durability'?"),
         (
@@ -502,6 +502,6 @@ def test_a_key_that_may_change_must_exist() -> None:
     assert "run.allow_changed: there is no key 'optimizer.lr'\n" in told + "\n"
     assert "'train.sed'; did you mean 'train.seed'?" in told
     assert (
-        "there is no key 'offload.cache'\n"
-        in faults_of(overrides=("run.allow_changed=[offload.cache]",)) + "\n"
+        "there is no key 'offload.zone'\n"
+        in faults_of(overrides=("run.allow_changed=[offload.zone]",)) + "\n"
     )

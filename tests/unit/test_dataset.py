@@ -12,7 +12,7 @@ import pytest
 from byte_coder import VOCAB_SIZE, byte_coder
 
 from memascend_jax.data.dataset import Dataset, build_dataset
-from memascend_jax.data.jsonl import read_examples
+from memascend_jax.data.settings import DataSettings
 from memascend_jax.errors import DataError
 
 
@@ -27,8 +27,9 @@ def write(path: Path, *lines: dict[str, Any] | str) -> str:
 
 
 def build(source: str, **options: Any) -> Dataset:
-    settings = {"coder": byte_coder(), "vocab_size": VOCAB_SIZE, "seq_len": 64, "eval_fraction": 0.0}
-    return build_dataset(source=source, **{**settings, **options})
+    coder, vocab_size = options.pop("coder", byte_coder()), options.pop("vocab_size", VOCAB_SIZE)
+    settings = DataSettings(source=source, **{"seq_len": 64, "eval_fraction": 0.0, **options})
+    return build_dataset(settings, coder, vocab_size=vocab_size)
 
 
 def test_every_example_is_counted(tmp_path: Path) -> None:
@@ -44,7 +45,7 @@ def test_every_example_is_counted(tmp_path: Path) -> None:
     data = build(source)
     counts = data.counts
     assert (counts.kept, counts.cut, counts.dropped, counts.empty) == (2, 1, 1, 1)
-    assert counts.trained_tokens == data.train.trained_tokens()
+    assert counts.trained_tokens == data.train.packed.trained_tokens()
     # 100 x and the end token, less what stays: 65 tokens, of which the header is 46.
     header = len("<|im_start|>user\nlong answer?<|im_end|>\n<|im_start|>assistant\n") - 3 * 11 + 3 - 1
     assert counts.tokens_cut == 101 - (65 - header)
@@ -63,7 +64,7 @@ def test_long_text_is_cut_into_sequences_and_loses_nothing(tmp_path: Path) -> No
     assert (
         data.counts.trained_tokens == 1000
     )  # 1,000 bytes and the end token, of which the first has no context
-    batch = data.train.batch(range(len(data.train)))
+    batch = data.train.packed.batch(range(len(data.train.packed)))
     assert batch.trained_tokens == 1000
 
 
@@ -88,7 +89,9 @@ def test_held_out_part_is_apart_and_does_not_depend_on_the_order(tmp_path: Path)
     for index in range(len(one.held_out)):
         held_out += "".join(coder.tokenizer.decode(e.tokens.tolist()) for e in one.held_out.members(index))
     train = "".join(
-        coder.tokenizer.decode(e.tokens.tolist()) for i in range(len(one.train)) for e in one.train.members(i)
+        coder.tokenizer.decode(e.tokens.tolist())
+        for i in range(len(one.train.packed))
+        for e in one.train.packed.members(i)
     )
     for question in one.questions[:10]:
         assert question.answer in held_out
@@ -150,11 +153,11 @@ def test_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
     ("line", "expected"),
     [
         ("{", "not JSON"),
-        ("[1, 2]", "looks like one JSON array|expected an object"),
+        ("[1, 2]", "expected an object"),
         ("3", "expected an object"),
-        ("{}", "expected either 'messages' or 'text'"),
-        ('{"prompt": "a", "completion": "b"}', "'prompt', 'completion'"),
-        ('{"messages": [], "text": "a"}', "got both"),
+        ("{}", "no key with a value"),
+        ('{"question": "a", "answer": "b"}', "of no known kind: it has the keys 'question', 'answer'"),
+        ('{"messages": [], "text": "a"}', "data.kind=messages or data.kind=text"),
         ('{"text": 3}', "'text' must be text, got a number"),
         ('{"messages": []}', "got an empty list"),
         ('{"messages": [{"role": "user"}]}', r"messages\[0\] has no 'content', only 'role'"),
@@ -163,6 +166,7 @@ def test_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
             r"messages\[0\].content must be text, got null",
         ),
         ('{"messages": ["hi"]}', r"messages\[0\] must be an object, got text"),
+        ('{"text": "\\ud83d"}', "half of a surrogate pair"),
     ],
 )
 def test_wrong_line_is_named(tmp_path: Path, line: str, expected: str) -> None:
@@ -170,13 +174,16 @@ def test_wrong_line_is_named(tmp_path: Path, line: str, expected: str) -> None:
     with pytest.raises(DataError, match=expected) as caught:
         build(source)
     assert f"{source}:2: " in str(caught.value)
+    assert "data.bad_records=skip" in str(caught.value)
+    counts = build(source, bad_records="skip").counts
+    assert (counts.kept, counts.wrong) == (1, 1)
 
 
-def test_plain_text_is_told_from_wrong_lines_and_summed_up(tmp_path: Path) -> None:
-    text = tmp_path / "a.txt"
+def test_text_that_is_no_jsonl_is_told_from_wrong_lines_and_summed_up(tmp_path: Path) -> None:
+    text = tmp_path / "a.jsonl"
     text.write_text("Once upon a time\n" * 1200)
-    with pytest.raises(DataError, match="1,200 wrong lines of 1,200") as caught:
-        list(read_examples(text))
+    with pytest.raises(DataError, match="1,200 wrong records of 1,200") as caught:
+        build(str(text))
     said = str(caught.value)
     assert said.count(f"{text}:") == 5
     assert "and 1,195 more" in said
@@ -185,28 +192,32 @@ def test_plain_text_is_told_from_wrong_lines_and_summed_up(tmp_path: Path) -> No
 
 def test_wrong_lines_among_good_ones_are_all_counted(tmp_path: Path) -> None:
     lines: list[Any] = [chat("fine?", "yes"), "{", '{"text": 3}', chat("too", "late")]
-    source = write(tmp_path / "a.jsonl", *lines)
-    seen = []
-    with pytest.raises(DataError, match="2 wrong lines of 4") as caught:
-        seen += list(read_examples(Path(source)))
+    with pytest.raises(DataError, match="2 wrong records of 4") as caught:
+        build(write(tmp_path / "a.jsonl", *lines))
     assert "It is not a JSONL file" not in str(caught.value)
     assert "more" not in str(caught.value)
-    with pytest.raises(DataError, match="1 wrong line of 1:"):
-        list(read_examples(Path(write(tmp_path / "b.jsonl", "{"))))
+    with pytest.raises(DataError, match="1 wrong record of 1:"):
+        build(write(tmp_path / "b.jsonl", "{"))
 
 
 @pytest.mark.parametrize("content", [b"", b"\n\n", b"\xff\xfe\n"])
 def test_empty_and_binary_files_are_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(content)
-    with pytest.raises(DataError, match=r"is empty|not UTF-8|not JSON"):
+    with pytest.raises(DataError, match=r"is empty|UTF-16|not JSON"):
         build(str(path))
 
 
-def test_missing_file_and_folder_are_refused(tmp_path: Path) -> None:
-    for path in (tmp_path / "missing.jsonl", tmp_path):
-        with pytest.raises(DataError, match="cannot read the data file"):
-            build(str(path))
+def test_latin_1_is_named_by_its_byte_with_the_remedy(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "ok"}\n{"text": "caf\xe9"}\n')
+    with pytest.raises(DataError, match=r"a\.jsonl:2: .*byte 0xE9 at byte 28 of the file.*iconv -f latin1"):
+        build(str(path))
+
+
+def test_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"cannot read the data file .*set data\.source"):
+        build(str(tmp_path / "missing.jsonl"))
 
 
 def test_template_that_refuses_names_the_line(tmp_path: Path) -> None:
@@ -217,15 +228,18 @@ def test_template_that_refuses_names_the_line(tmp_path: Path) -> None:
 
 
 def test_random_data_needs_no_tokenizer_and_fills_every_place() -> None:
-    options = {"source": "random", "coder": None, "vocab_size": 100, "seq_len": 32, "eval_sequences": 4}
-    data = build_dataset(**options, seed=7)
-    batch = data.train.batch(range(len(data.train)))
+    def drawn(seed: int) -> Dataset:
+        settings = DataSettings(source="random", seq_len=32, eval_sequences=4, seed=seed)
+        return build_dataset(settings, None, vocab_size=100)
+
+    data = drawn(7)
+    batch = data.train.packed.batch(range(len(data.train.packed)))
     assert batch.weights.all()
     assert 0 <= batch.tokens.min() < batch.tokens.max() < 100
     assert data.held_out is not None
     assert len(data.held_out) == 4
-    assert (build_dataset(**options, seed=7).train.batch([3]).tokens == data.train.batch([3]).tokens).all()
-    assert (build_dataset(**options, seed=8).train.batch([3]).tokens != data.train.batch([3]).tokens).any()
+    assert (drawn(7).train.packed.batch([3]).tokens == data.train.packed.batch([3]).tokens).all()
+    assert (drawn(8).train.packed.batch([3]).tokens != data.train.packed.batch([3]).tokens).any()
 
 
 def test_text_needs_a_tokenizer() -> None:
@@ -238,5 +252,5 @@ def test_preview_decodes_an_example_and_lists_the_counts(tmp_path: Path) -> None
     preview = build(write(tmp_path / "a.jsonl", chat("a?", "b."))).preview(coder)
     assert [text for text, trained in preview.spans if trained] == ["b.<|im_end|>"]
     assert ("examples kept", "1", "0") in preview.rows
-    numbers = build_dataset(source="random", coder=None, vocab_size=9, seq_len=8).preview(None).spans
+    numbers = build_dataset(DataSettings(source="random", seq_len=8), None, vocab_size=9).preview(None).spans
     assert np.fromstring(numbers[0][0], sep=" ").size == 9
