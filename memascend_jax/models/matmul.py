@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,14 @@ class Precision:
 
     ``upcast_operands`` widens the operands to float32 before a product. It changes no bit of an operand,
     and is faster on processors without bfloat16 instructions (a layer of SmolLM2 takes 0.72 of the time).
+
+    ``contract_last`` turns the left operand so that what is summed over is its last axis: only there has XLA a product
+    of bfloat16 on processors, twice as fast as the one in float32 that it takes else.
     """
 
     compute_dtype: Any
     upcast_operands: bool
+    contract_last: bool = False
 
     def round(self, x: Array) -> Array:
         """Returns ``x`` in the compute dtype: see ``round_to``."""
@@ -40,10 +45,29 @@ class Precision:
     def dot(self, a: Array, b: Array, dims: DotDims) -> Array:
         """Returns the float32 product of ``a`` and ``b``, each rounded to the compute dtype first."""
         a, b = self.round(a), self.round(b)
+        if self.contract_last:
+            a, dims = _contracted_last(a, dims)
         if self.upcast_operands:
             a, b = a.astype(jnp.float32), b.astype(jnp.float32)
         exact = lax.Precision.HIGHEST if self.compute_dtype == jnp.float32 else None
         return lax.dot_general(a, b, dims, precision=exact, preferred_element_type=jnp.float32)
+
+
+def _contracted_last(a: Array, dims: DotDims) -> tuple[Array, DotDims]:
+    """Returns ``a`` with its contracted axes last, where one free axis is behind them and can be cut in two.
+
+    A plain transposition would be folded into the product, which is what XLA is slow at.
+    """
+    (of_a, of_b), (batch_a, batch_b) = dims
+    n, free = len(batch_a), a.shape[-1]
+    leading = tuple(range(n)), tuple(range(n, a.ndim - 1))
+    piece = next((piece for piece in (64, 32, 16, 8, 4, 2) if free % piece == 0 and free > piece), None)
+    if (batch_a, of_a) != leading or piece is None:
+        return a, dims
+    batch, contracted = a.shape[:n], a.shape[n:-1]
+    cut = jnp.moveaxis(a.reshape(*batch, prod(contracted), free // piece, piece), n, -1)
+    turned = cut.reshape(*batch, free, *contracted)
+    return turned, ((tuple(range(n + 1, a.ndim)), of_b), (batch_a, batch_b))
 
 
 def round_to(x: Array, dtype: Any) -> Array:
@@ -89,9 +113,10 @@ def plan_precision(compute_dtype: str, platform: str | None = None) -> Precision
             f"cannot compute in {compute_dtype!r}: expected 'bfloat16', 'float16' or 'float32'"
         )
     on_cpu = (platform or jax.default_backend()) == "cpu"
+    bf16_products = compute_dtype == "bfloat16" and on_cpu and _cpu_multiplies_bf16()
     # Of float16 XLA has no products on a processor that would be faster.
-    slow = compute_dtype == "float16" or (compute_dtype == "bfloat16" and not _cpu_multiplies_bf16())
-    return Precision(jnp.dtype(compute_dtype), on_cpu and slow)
+    slow = on_cpu and compute_dtype != "float32" and not bf16_products
+    return Precision(jnp.dtype(compute_dtype), slow, bf16_products)
 
 
 def _cpu_multiplies_bf16() -> bool:

@@ -153,13 +153,16 @@ def layer_example(dtype, seed=1):
     return config, local, x, dy, positions, segments
 
 
+@pytest.mark.parametrize(
+    "way", [{"upcast_operands": True}, {"upcast_operands": False, "contract_last": True}]
+)
 @pytest.mark.parametrize("stored_dtype", [jnp.bfloat16, jnp.float32])
-def test_upcast_operands_round_as_bfloat16_operands_do(stored_dtype):
+def test_every_way_to_multiply_rounds_as_bfloat16_operands_do(stored_dtype, way):
     config, local, x, dy, positions, segments = layer_example(stored_dtype)
     x, dy = x.astype(jnp.bfloat16), dy.astype(jnp.bfloat16)
     results = []
-    for upcast in (False, True):
-        stages = LlamaStages(config, "bfloat16", precision=Precision(jnp.dtype(jnp.bfloat16), upcast))
+    for chosen in ({"upcast_operands": False}, way):
+        stages = LlamaStages(config, "bfloat16", precision=Precision(jnp.dtype(jnp.bfloat16), **chosen))
         results.append(jax.jit(stages.layer_backward)(local, x, dy, positions, segments))
     (_, grads), (_, other) = results
     for name, value in grads.items():
@@ -174,6 +177,22 @@ def test_compiling_drops_no_rounding(upcast):
     stages = LlamaStages(config, "bfloat16", precision=Precision(jnp.dtype(jnp.bfloat16), upcast))
     args = (local, x.astype(jnp.bfloat16), positions, segments)
     np.testing.assert_array_equal(jax.jit(stages.layer)(*args), stages.layer(*args))
+
+
+@pytest.mark.parametrize(
+    ("shape", "other", "dims"),
+    [
+        ((2, 6, 8), (2, 6, 5), (((0, 1), (0, 1)), ((), ()))),
+        ((2, 3, 6, 64), (2, 3, 6, 5), (((2,), (2,)), ((0, 1), (0, 1)))),
+        ((6, 130), (6, 5), (((0,), (0,)), ((), ()))),
+        ((6, 7), (6, 5), (((0,), (0,)), ((), ()))),
+        ((6, 8), (8, 5), (((1,), (0,)), ((), ()))),
+    ],
+)
+def test_an_operand_that_is_turned_gives_the_same_product(shape, other, dims):
+    a, b = (jax.random.normal(jax.random.key(size[-1]), size) for size in (shape, other))
+    plain, turned = (Precision(jnp.dtype(jnp.float32), False, turn).dot(a, b, dims) for turn in (False, True))
+    assert_close(turned, plain)
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 64])
