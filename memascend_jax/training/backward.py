@@ -21,7 +21,7 @@ from memascend_jax.training.backward_reach import BackwardReach
 from memascend_jax.training.batch_rows import BatchRows
 from memascend_jax.training.device_batch import DeviceBatch
 from memascend_jax.training.gradients import RowGradient, StepGradients
-from memascend_jax.training.model_layout import ModelLayout
+from memascend_jax.training.model_layout import ModelLayout, StagePart
 from memascend_jax.training.prefetch import Prefetcher
 from memascend_jax.training.stage_functions import StageFunctions
 from memascend_jax.training.stage_inputs import StageInputs
@@ -70,6 +70,7 @@ class Backward:
             self._table_rows = functions.zeros(self._rows_shape, "float32")
         # Of a tied table only a part is known here: it counts as the embedding's.
         squares = [None for _ in normed] if layout.tied else self.squares
+        pending: tuple[StagePart, jax.Array, jax.Array] | None = None
         for tile in reversed(range(layout.n_head_tiles)):
             weight, start = self.stages.use(StageKey(HEAD, tile))["weight"], tile_starts[tile]
             dw: jax.Array | None = None
@@ -94,9 +95,13 @@ class Backward:
             rounded, norm, self._table_rows = functions.finish_head_tile(
                 dw, self._table_rows, padded_rows, start
             )
-            part = layout.stage_parts[StageKey(HEAD, tile)][0]
+            # The tile before is put away while this one computes.
+            if pending is not None:
+                self._put_tile(*pending)
+            pending = layout.stage_parts[StageKey(HEAD, tile)][0], rounded, norm
             self.stages.advance()
-            self.gradients.put(part.tensor, part.start, rounded, norm, part.n_elements)
+        if pending is not None:
+            self._put_tile(*pending)
         return dxns
 
     def norm(self, xs: Sequence[jax.Array], dxns: Passed) -> Passed:
@@ -182,6 +187,9 @@ class Backward:
         del params
         self.stages.advance()
         return dxs, accumulated
+
+    def _put_tile(self, part: StagePart, rounded: jax.Array, norm: jax.Array) -> None:
+        self.gradients.put(part.tensor, part.start, rounded, norm, part.n_elements)
 
     def _put_layer(self, index: int, accumulated: Any) -> None:
         if accumulated is None:

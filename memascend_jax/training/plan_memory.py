@@ -125,8 +125,9 @@ def _device_consumers(layout: ModelLayout, depths: Depths, workload: Workload) -
     layer = gradients + 4 * (tokens * (10 * hidden + 5 * inner) + 3 * max(parts))
     rows = min(2 * workload.step_tokens, config.vocab_size) * hidden
     tile = layout.head_rows * hidden
-    # Of a table the sums, those of one micro-batch and the rounded ones; of rows what the tied head has, and the sums.
-    of_tile = 3 * 4 + grad if layout.is_trained(layout.head_tensor) else 4
+    # Of a table the sums, those of one micro-batch and the rounded ones of two tiles, of which one leaves; of rows what
+    # the tied head has, and the sums.
+    of_tile = 3 * 4 + 2 * grad if layout.is_trained(layout.head_tensor) else 4
     of_row = 12 if reach.embedding else 4
     head = tile * of_tile + 3 * 8 * MIB + workload.step_tokens * hidden * 8 + rows * of_row
     what = "layer" if layer > head else "head and embedding"

@@ -79,7 +79,9 @@ def plan_actions(
     missing = set() if are_there else set(staying)
     room = {kind: count - sum(key.kind == kind for key in stays) for kind, count in capacity.items()}
     actions: list[Action] = []
+    last_use: dict[StageKey, int] = {}
     for here, key in enumerate(sequence):
+        last_use[key] = here
         for known in resident:
             resident[known] = _use_from(following, known, here)
         drops: list[StageKey] = []
@@ -96,7 +98,8 @@ def plan_actions(
                 continue
             same_kind = [known for known in resident if known.kind == wanted.kind]
             if len(same_kind) >= room[wanted.kind]:
-                victim = max(same_kind, key=lambda known: resident[known])
+                # Of those that are not needed again, the one whose computation is over.
+                victim = max(same_kind, key=lambda known: (resident[known], -last_use.get(known, here)))
                 if victim == key or resident[victim] <= ahead:
                     # Later uses of this kind must not overtake this one.
                     full.add(wanted.kind)

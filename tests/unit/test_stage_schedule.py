@@ -69,6 +69,15 @@ def test_reads_run_ahead_of_the_use_by_the_depth():
     assert [key.index for key in actions[1].loads] == [4]
 
 
+def test_of_layers_that_are_done_the_slot_of_the_one_still_computing_is_taken_last():
+    sequence = training_sequence(9, 1)
+    actions = plan_actions(sequence, {LAYER: 4, HEAD: 1, NORM: 1}, 2)
+    for position in range(1, len(sequence)):
+        assert sequence[position - 1] not in actions[position].drops, (
+            f"{sequence[position]} waits for the one before"
+        )
+
+
 def test_keys_that_stay_are_read_once_for_all_passes_and_never_dropped() -> None:
     sequence = training_sequence(6, 3, lowest=3)
     assert sequence.count(StageKey(LAYER, 2)) == 1 and sequence.count(StageKey(LAYER, 3)) == 2
