@@ -20,12 +20,15 @@ def add_import_command(commands: Any, add: AddCommand) -> None:
     """Adds ``import``."""
     parser = add(commands, "import", _import, "puts a model into a store of its own, byte for byte")
     parser.add_argument(
-        "source", metavar="MODEL", help="Hugging Face folder, GGUF file, or smollm2-135m; not changed"
+        "source",
+        metavar="MODEL",
+        help="Hugging Face folder, org/name in Hugging Face's local cache, GGUF file, or smollm2-135m; not changed",
     )
     parser.add_argument(
         "paths", metavar="STORE", nargs="+", help="paths of the store to make, one per member; must not exist"
     )
     _add_dtype(parser, "what the weights are rounded to; default: as they are")
+    _add_revision(parser)
 
 
 def add_export_command(commands: Any, add: AddCommand) -> None:
@@ -38,7 +41,7 @@ def add_export_command(commands: Any, add: AddCommand) -> None:
         metavar="SOURCE",
         nargs="+",
         help="a run's folder, its store (one path per member), a checkpoint, a store that import made, a Hugging Face "
-        "folder, a GGUF file; and behind it the folder to make, DIR, unless --out says it",
+        "folder or org/name in its cache, a GGUF file; and behind it the folder to make, DIR, unless --out says it",
     )
     parser.add_argument("--out", metavar="DIR", help="folder to make; must not exist")
     _add_dtype(
@@ -48,15 +51,22 @@ def add_export_command(commands: Any, add: AddCommand) -> None:
     parser.add_argument(
         "--max-shard-size",
         metavar="SIZE",
-        help="such as 5GB, the default: a larger model is written in several files",
+        help="such as 5GB: a larger model is written in several files; default: the files that it came in, else 5GB",
     )
     parser.add_argument(
         "--step", metavar="N", type=int, help="which step of a checkpoint; default: the newest"
     )
+    _add_revision(parser)
 
 
 def _add_dtype(parser: argparse.ArgumentParser, text: str) -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help=text)
+
+
+def _add_revision(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--revision", metavar="R", help="branch, tag or commit of a model in the cache; default: main"
+    )
 
 
 def add_store_changes(verbs: Any, add: AddCommand) -> None:
@@ -117,7 +127,7 @@ def _import(options: argparse.Namespace) -> int:
     from memascend_jax.recipes.model_import import import_model
 
     with Screen() as screen:
-        facts = import_model(options.source, options.paths, options.dtype, screen)
+        facts = import_model(options.source, options.paths, options.dtype, screen, options.revision)
     return _report(
         options,
         facts,
@@ -127,7 +137,6 @@ def _import(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    from memascend_jax.checkpoints.export import MAX_SHARD_BYTES
     from memascend_jax.errors import ConfigError
     from memascend_jax.observe.screen import Screen
     from memascend_jax.recipes.store_export import export_model
@@ -140,11 +149,11 @@ def _export(options: argparse.Namespace) -> int:
         raise ConfigError(
             f"cannot export '{last}': the folder to make is missing; memascend export {last} DIR"
         )
-    size = MAX_SHARD_BYTES
+    size = None
     if options.max_shard_size is not None:
         size = size_option(options.max_shard_size, "--max-shard-size")
-    if size <= 0:
-        raise ConfigError(f"--max-shard-size: a file has at least a byte, got {options.max_shard_size}")
+        if size <= 0:
+            raise ConfigError(f"--max-shard-size: a file has at least a byte, got {options.max_shard_size}")
     with Screen() as screen:
         facts = export_model(
             paths,
@@ -153,6 +162,7 @@ def _export(options: argparse.Namespace) -> int:
             dtype=options.dtype,
             max_shard_bytes=size,
             step=options.step,
+            revision=options.revision,
         )
     step = f", the model after step {facts['step']}" if "step" in facts else ""
     return _report(

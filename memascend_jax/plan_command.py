@@ -34,6 +34,11 @@ def add_plan_command(commands: Any, add: AddCommand) -> None:
     )
     plan.add_argument("--models", action="store_true", help="list the models whose shape is known")
     plan.add_argument(
+        "--needs",
+        action="store_true",
+        help="print what a recipe needs of a machine with a GPU, as the shipped recipes say at their head",
+    )
+    plan.add_argument(
         "--accelerator", action="store_true", help="the device has memory of its own (a GPU), not the host's"
     )
     plan.add_argument("--read-bandwidth", metavar="RATE", help="of all SSDs together, as 7GB/s")
@@ -65,6 +70,10 @@ def _plan(options: argparse.Namespace) -> int:
     from memascend_jax.config import load_config
 
     config = load_config(files, overrides)
+    if options.needs:
+        return _needs(options, config, model)
+    if model is None:
+        model = _published_shape(config)
     speeds = _speeds(options, config)
     from memascend_jax.recipes.plan_answer import answer_for_config, answer_for_model
 
@@ -81,6 +90,30 @@ def _plan(options: argparse.Namespace) -> int:
 
         print_tables(*plan_tables(answer.plan.rows(), facts))
     return 0
+
+
+def _needs(options: argparse.Namespace, config: Config, model: str | None) -> int:
+    from memascend_jax.recipes.recipe_needs import needs_lines
+
+    lines = needs_lines(config, model)
+    if options.json:
+        print_json({"needs": lines})
+    else:
+        sys.stdout.write("".join(f"#   {line}\n" for line in lines))
+    return 0
+
+
+def _published_shape(config: Config) -> str | None:
+    """The known shape of a model that is not on this machine; None: the model itself is looked at."""
+    from memascend_jax.checkpoints.hub_cache import is_cached, names_hub_model
+    from memascend_jax.models.known_sources import shape_of_source
+
+    source = config.model.source
+    shape = shape_of_source(source)
+    if shape is None or not names_hub_model(source) or is_cached(source):
+        return None
+    sys.stderr.write(f"memascend: {source} is not in the cache; planned by its published shape, {shape}\n")
+    return shape
 
 
 def _split(options: argparse.Namespace) -> tuple[list[str], str | None, list[str]]:

@@ -7,15 +7,15 @@ import errno
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from memascend_jax.checkpoints.model_files import CONFIG
+from memascend_jax.checkpoints.model_files import CONFIG, INDEX
 from memascend_jax.checkpoints.safetensors_file import header_bytes
+from memascend_jax.checkpoints.shard_layout import Entry, ShardLayout, plan_shards
 from memascend_jax.checkpoints.source import PIECE_BYTES
 from memascend_jax.checkpoints.stream_file import StreamFile
 from memascend_jax.dtypes import dtype_name, to_dtype
@@ -28,22 +28,6 @@ from memascend_jax.units import format_bytes
 
 #: Returns ``n`` elements of a tensor from a flat start: ``read(name, start, n)``.
 Read = Callable[[str, int, int], NDArray[Any]]
-#: Hugging Face's own default.
-MAX_SHARD_BYTES = 5 * 10**9
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """A tensor to write; ``dtype`` is our name."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    elements: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.elements * to_dtype(self.dtype).itemsize
 
 
 def export_huggingface(
@@ -54,7 +38,7 @@ def export_huggingface(
     files: Mapping[str, bytes],
     out_dir: Path,
     *,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
+    max_shard_bytes: int | None = None,
     on_tensor: Callable[[str], None] = lambda name: None,
 ) -> int:
     """Leaves a folder ``out_dir`` that transformers loads, or, when it fails, nothing; returns its bytes.
@@ -63,12 +47,13 @@ def export_huggingface(
 
     Args:
         read: the source of the elements, in ``dtype``; at most 8 MiB are asked for at a time, from one thread.
-        shapes: the tensors, in the order in which they are written.
+        shapes: the tensors.
         dtype: our name of the weights' dtype, or of each tensor's.
         config: the model's shape, used where ``files`` has no ``config.json``.
-        files: what lies beside the weights, from ``Checkpoint.export_files``.
+        files: what lies beside the weights, from ``Checkpoint.export_files``; an index among them says which files
+            they came in, and go to again.
         out_dir: must not exist.
-        max_shard_bytes: a shard is at most this large, but holds at least one tensor.
+        max_shard_bytes: see ``plan_shards``.
         on_tensor: called after each tensor, for progress.
 
     Raises:
@@ -78,9 +63,26 @@ def export_huggingface(
             path.
     """
     types = dict.fromkeys((shape.name for shape in shapes), dtype) if isinstance(dtype, str) else dtype
-    entries = [_Entry(shape.name, types[shape.name], shape.shape, shape.elements) for shape in shapes]
+    entries = [Entry(shape.name, types[shape.name], shape.shape) for shape in shapes]
+    layout = plan_shards(entries, files.get(INDEX), max_shard_bytes)
     # What a mixture is called by: the type of most of it.
     texts = _with_config(files, config, dtype if isinstance(dtype, str) else _main_dtype(entries))
+    return write_folder(
+        entries,
+        texts,
+        out_dir,
+        lambda folder: _write_weights(read, layout, folder, on_tensor),
+    )
+
+
+def write_folder(
+    entries: Sequence[Entry], texts: Mapping[str, bytes], out_dir: Path, write_weights: Callable[[Path], None]
+) -> int:
+    """Leaves a folder ``out_dir`` with ``texts`` and what ``write_weights`` writes, or nothing; returns its bytes.
+
+    Raises:
+        ConfigError, OSError: see ``export_huggingface``.
+    """
     nbytes = sum(entry.nbytes for entry in entries) + sum(map(len, texts.values()))
     partial = partial_path(out_dir)
     try:
@@ -99,9 +101,11 @@ def export_huggingface(
             f"cannot export to '{out_dir}': {error.strerror}. Choose a place you may write to."
         ) from error
     try:
-        _write_weights(read, entries, partial, max_shard_bytes, on_tensor)
+        write_weights(partial)
         for name, content in texts.items():
-            _write_bytes(partial / name, content)
+            if name != INDEX:  # That of the weights, which is written with them.
+                (partial / name).parent.mkdir(exist_ok=True)
+                _write_bytes(partial / name, content)
         sync_folder(partial)
         partial.rename(out_dir)
     except BaseException:
@@ -121,7 +125,7 @@ def _check_room(out_dir: Path, nbytes: int) -> None:
         raise OSError(errno.ENOSPC, why, str(out_dir))
 
 
-def _main_dtype(entries: Iterable[_Entry]) -> str:
+def _main_dtype(entries: Iterable[Entry]) -> str:
     held: dict[str, int] = {}
     for entry in entries:
         held[entry.dtype] = held.get(entry.dtype, 0) + entry.elements
@@ -129,46 +133,27 @@ def _main_dtype(entries: Iterable[_Entry]) -> str:
 
 
 def _with_config(files: Mapping[str, bytes], config: LlamaConfig, dtype: str) -> dict[str, bytes]:
-    """``files`` with a ``config.json`` that names the weights' dtype, by its older key and its newer one."""
+    """``files`` with a ``config.json`` that names the weights' dtype, by its older key and its newer one.
+
+    One that does already stays as it is, byte for byte.
+    """
     base = json.loads(files[CONFIG]) if CONFIG in files else config.to_hf()
+    named = [base[key] for key in ("dtype", "torch_dtype") if key in base]
+    if CONFIG in files and named and all(name == dtype for name in named):
+        return dict(files)
     text = json.dumps(base | {"dtype": dtype, "torch_dtype": dtype}, indent=2, sort_keys=True) + "\n"
     return {**files, CONFIG: text.encode()}
 
 
-def _write_weights(
-    read: Read,
-    entries: Sequence[_Entry],
-    folder: Path,
-    max_shard_bytes: int,
-    on_tensor: Callable[[str], None],
-) -> None:
-    shards = _shards(entries, max_shard_bytes)
-    if len(shards) == 1:
-        _write_shard(read, shards[0], folder / "model.safetensors", on_tensor)
-        return
-    home: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        name = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        _write_shard(read, shard, folder / name, on_tensor)
-        home |= {entry.name: name for entry in shard}
-    total = sum(entry.nbytes for entry in entries)
-    index = json.dumps({"metadata": {"total_size": total}, "weight_map": home}, indent=2) + "\n"
-    _write_bytes(folder / "model.safetensors.index.json", index.encode())
+def _write_weights(read: Read, layout: ShardLayout, folder: Path, on_tensor: Callable[[str], None]) -> None:
+    for name, shard in layout.files.items():
+        write_shard(read, shard, folder / name, on_tensor)
+    if layout.index is not None:
+        _write_bytes(folder / INDEX, layout.index)
 
 
-def _shards(entries: Sequence[_Entry], max_shard_bytes: int) -> list[list[_Entry]]:
-    shards: list[list[_Entry]] = [[]]
-    room = max_shard_bytes
-    for entry in entries:
-        if shards[-1] and entry.nbytes > room:
-            shards.append([])
-            room = max_shard_bytes
-        shards[-1].append(entry)
-        room -= entry.nbytes
-    return shards
-
-
-def _write_shard(read: Read, shard: Sequence[_Entry], path: Path, on_tensor: Callable[[str], None]) -> None:
+def write_shard(read: Read, shard: Sequence[Entry], path: Path, on_tensor: Callable[[str], None]) -> None:
+    """Writes ``shard`` to a safetensors file; ``read`` and ``on_tensor`` as for ``export_huggingface``."""
     header = header_bytes([(entry.name, entry.dtype, entry.shape) for entry in shard])
     with StreamFile(path, len(header) + sum(entry.nbytes for entry in shard)) as file:
         file.write(header)
@@ -178,7 +163,7 @@ def _write_shard(read: Read, shard: Sequence[_Entry], path: Path, on_tensor: Cal
                 on_tensor(entry.name)
 
 
-def _pieces(read: Read, shard: Sequence[_Entry]) -> Iterator[tuple[_Entry, int, NDArray[Any]]]:
+def _pieces(read: Read, shard: Sequence[Entry]) -> Iterator[tuple[Entry, int, NDArray[Any]]]:
     """Every tensor's pieces, with the element that each ends at."""
     for entry in shard:
         step = PIECE_BYTES // to_dtype(entry.dtype).itemsize

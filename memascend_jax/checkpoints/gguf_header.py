@@ -13,6 +13,7 @@ Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -22,6 +23,12 @@ from memascend_jax.errors import DataError
 
 _WINDOW_BYTES = 1 << 20
 _MAX_DIMENSIONS = 4
+#: Of a name, a template or a token; what is longer is read by nobody.
+_MAX_STRING_BYTES = 16 << 20
+#: Bytes of a tensor's entry without name or dimensions, and of an entry of the metadata without key or value.
+_SMALLEST_TENSOR, _SMALLEST_ENTRY = 24, 12
+#: What a file may claim to have; each costs time and memory to list.
+_MOST_TENSORS, _MOST_ENTRIES, _MOST_TEXTS = 1 << 20, 1 << 16, 1 << 23
 _STRING, _ARRAY = 8, 9
 
 #: struct formats of the scalar types, by type number.
@@ -73,15 +80,28 @@ class GgufHeader:
             raise DataError(f"cannot read '{file.path}': it does not begin as a GGUF file does")
         version = cursor.scalar(4)
         if version not in (2, 3):
+            swapped = "; it was written for big-endian machines" if version in (2 << 24, 3 << 24) else ""
             raise DataError(
-                f"cannot read '{file.path}': GGUF version {version} is not known; known are 2 and 3"
+                f"cannot read '{file.path}': GGUF version {version} is not known; known are 2 and 3{swapped}"
             )
         tensor_count, entry_count = cursor.scalar(10), cursor.scalar(10)
+        too_many = tensor_count > _MOST_TENSORS or entry_count > _MOST_ENTRIES
+        if too_many or tensor_count * _SMALLEST_TENSOR + entry_count * _SMALLEST_ENTRY > file.size:
+            raise DataError(
+                f"cannot read '{file.path}': it would have {tensor_count:,} tensors and {entry_count:,} entries of "
+                f"metadata, in {file.size:,} bytes. It is truncated or damaged: fetch it again."
+            )
         self.metadata: dict[str, Any] = {}
         for _ in range(entry_count):
             key = cursor.string()
+            if key in self.metadata:
+                raise DataError(f"cannot read '{file.path}': the metadata {key!r} occurs twice")
             self.metadata[key] = _value(cursor, cursor.scalar(4), key)
         entries = [_tensor_entry(cursor) for _ in range(tensor_count)]
+        names = Counter(name for name, *_ in entries)
+        if len(names) < len(entries):
+            twice = [repr(name) for name, count in names.items() if count > 1]
+            raise DataError(f"cannot read '{file.path}': tensors occur twice: {', '.join(twice[:8])}")
         alignment = self.metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
             raise DataError(f"cannot read '{file.path}': alignment {alignment!r} is not a power of two")
@@ -134,7 +154,10 @@ class _Cursor:
         return struct.unpack("<" + form, self.take(struct.calcsize("<" + form)))[0]
 
     def string(self) -> str:
-        return bytes(self.take(self.scalar(10))).decode("utf-8", errors="replace")
+        nbytes = self.scalar(10)
+        if nbytes > _MAX_STRING_BYTES and self.position + nbytes <= self._file.size:
+            raise DataError(f"cannot read '{self._file.path}': a text in its metadata has {nbytes:,} bytes")
+        return bytes(self.take(nbytes)).decode("utf-8", errors="replace")
 
 
 def _value(cursor: _Cursor, kind: int, key: str) -> Any:
@@ -145,6 +168,8 @@ def _value(cursor: _Cursor, kind: int, key: str) -> Any:
     item, count = cursor.scalar(4), cursor.scalar(10)
     deferred = DeferredArray(cursor.position, item, count)
     if item == _STRING:
+        if count > _MOST_TEXTS:
+            raise DataError(f"cannot read the GGUF metadata {key!r}: it would have {count:,} texts")
         for _ in range(count):
             cursor.skip(cursor.scalar(10))
     elif item in _SCALAR:

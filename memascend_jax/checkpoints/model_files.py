@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -19,16 +20,38 @@ CHAT_TEMPLATE, SPECIAL_TOKENS, ADDED_TOKENS = (
     "special_tokens_map.json",
     "added_tokens.json",
 )
-#: Copied to an exported folder as they are.
-PASSED_ON = (
+#: The weights in one file; and the index of several.
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+#: Files beside the weights that an exported folder has too, as they are: what a model is used with, and its licence.
+_PASSED_ON = (
     CONFIG,
+    INDEX,
     "generation_config.json",
-    TOKENIZER,
-    TOKENIZER_CONFIG,
+    "tokenizer*",
+    "tekken.json",
+    "vocab.json",
+    "merges.txt",
     SPECIAL_TOKENS,
     ADDED_TOKENS,
-    CHAT_TEMPLATE,
+    "chat_template*",
+    "additional_chat_templates/*.jinja",
+    "*processor_config.json",
+    "LICENSE*",
+    "NOTICE*",
+    "USE_POLICY*",
 )
+
+
+def is_plain_name(name: object) -> bool:
+    """Returns whether ``name`` is that of a file in a folder itself, and of nothing elsewhere."""
+    return isinstance(name, str) and name not in ("", ".", "..") and "/" not in name and "\0" not in name
+
+
+def is_passed_on(name: str) -> bool:
+    """Returns whether an exported folder has the file ``name`` too."""
+    folder, _, file = name.rpartition("/")
+    in_folder = is_plain_name(file) and folder in ("", "additional_chat_templates")
+    return in_folder and any(fnmatchcase(name, pattern) for pattern in _PASSED_ON)
 
 
 class ModelFiles:
@@ -37,16 +60,20 @@ class ModelFiles:
     Args:
         where: what messages call the place.
         read: returns the contents of a file by name, or None where there is none.
+        names: returns the names of all files there.
     """
 
-    def __init__(self, where: str, read: Callable[[str], bytes | None]) -> None:
+    def __init__(
+        self, where: str, read: Callable[[str], bytes | None], names: Callable[[], Iterable[str]]
+    ) -> None:
         self.where = where
         self._read = read
+        self._names = names
 
     @classmethod
     def of(cls, where: str, files: Mapping[str, bytes]) -> ModelFiles:
         """Returns the files that are in memory."""
-        return cls(where, files.get)
+        return cls(where, files.get, files.keys)
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -64,7 +91,8 @@ class ModelFiles:
             return text.decode()
         template = (self.json(TOKENIZER_CONFIG) or {}).get("chat_template")
         if isinstance(template, list):
-            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+            named = [entry for entry in template if isinstance(entry, dict)]
+            template = {entry.get("name"): entry.get("template") for entry in named}.get("default")
         return template if isinstance(template, str) else None
 
     @cached_property
@@ -80,21 +108,19 @@ class ModelFiles:
         return ids
 
     def tokenizer(self) -> Tokenizer:
-        """Returns a new tokenizer."""
-        from tokenizers import Tokenizer
+        """Returns a new tokenizer; raises ``DataError`` when there is none that can be read."""
+        from memascend_jax.checkpoints.tokenizer_files import read_tokenizer
 
-        text = self._read(TOKENIZER)
-        if text is None:
-            raise self.fault("it has no tokenizer.json; other forms of tokenizers are not read here")
-        try:
-            return Tokenizer.from_str(text.decode())
-        except Exception as error:  # the package raises plain Exception
-            raise DataError(f"cannot read the tokenizer '{self.where}/{TOKENIZER}': {error}") from error
+        return read_tokenizer(self)
 
     def passed_on(self) -> dict[str, bytes]:
         """Returns what an exported folder holds beside the weights."""
-        found = {name: self._read(name) for name in PASSED_ON}
+        found = {name: self._read(name) for name in sorted(self._names()) if is_passed_on(name)}
         return {name: content for name, content in found.items() if content is not None}
+
+    def read(self, name: str) -> bytes | None:
+        """Returns the contents of the file ``name``, or None where there is none."""
+        return self._read(name)
 
     def json(self, name: str) -> dict[str, Any] | None:
         """Returns the object in the file ``name``, or None when there is no such file."""

@@ -102,6 +102,7 @@ async def _write_state(directory: Any, state: StreamedState) -> None:
             raise
     (folder / MODEL_FILES).mkdir()
     for name, content in state.model_files.items():
+        (folder / MODEL_FILES / name).parent.mkdir(exist_ok=True)
         (folder / MODEL_FILES / name).write_bytes(content)
     (folder / TREE_FILE).write_text(tree_text(state.arrays), encoding="utf-8")
     # Before orbax gives the step its name: afterwards it is to be whole.

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
+from memascend_jax.checkpoints.model_files import TOKENIZER
 from memascend_jax.checkpoints.source import PIECE_BYTES, Checkpoint, CheckpointTensor
+from memascend_jax.checkpoints.tokenizer_files import SENTENCEPIECE
 from memascend_jax.checkpoints.vocabulary import (
     TABLES,
     NewRows,
@@ -57,7 +59,8 @@ class ResizedCheckpoint:
         self._where = where
         before = int(inner.config["vocab_size"])
         # A model of random weights that was saved has no tokenizer; who only changes the size needs none.
-        tokenizer = self.tokenizer() if tokens or "tokenizer.json" in inner.export_files() else None
+        beside = inner.export_files()
+        tokenizer = self.tokenizer() if tokens or TOKENIZER in beside or SENTENCEPIECE in beside else None
         rows = rows_needed(vocab_size, before, tokenizer, special_ids_of(inner.config), where)
         self.config: dict[str, Any] = {**inner.config, "vocab_size": rows}
         self.tensors = {

@@ -26,6 +26,10 @@ from memascend_jax.errors import DataError
 
 #: The reference implementation's limit.
 _MAX_HEADER_BYTES = 100_000_000
+#: More would only make a multiplication long.
+_MAX_DIMENSIONS = 32
+_TOO_LARGE = 1 << 62
+_SHOWN_FAULTS = 8
 _OUR_NAME = {theirs: ours for ours, theirs in SAFETENSORS_NAME.items()}
 
 
@@ -108,10 +112,23 @@ def _read_header(file: PositionedFile) -> dict[str, StoredTensor]:
     try:
         entries = json.loads(bytes(file.read(8, length, "the safetensors header")), object_pairs_hook=_unique)
         entries.pop("__metadata__", None)
-        tensors = {name: _stored_tensor(entry, 8 + length) for name, entry in entries.items()}
+        tensors = _stored_tensors(entries, 8 + length)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"cannot read '{file.path}': its header is malformed: {error}") from error
     _check_places(file, tensors, 8 + length)
+    return tensors
+
+
+def _stored_tensors(entries: dict[str, Any], data: int) -> dict[str, StoredTensor]:
+    tensors, faults = {}, []
+    for name, entry in entries.items():
+        try:
+            tensors[name] = _stored_tensor(entry, data)
+        except (ValueError, KeyError, TypeError) as error:
+            faults.append(f"'{name}': {error}")
+    if faults:
+        more = f"; and {len(faults) - _SHOWN_FAULTS:,} more" if len(faults) > _SHOWN_FAULTS else ""
+        raise ValueError("; ".join(faults[:_SHOWN_FAULTS]) + more)
     return tensors
 
 
@@ -120,8 +137,10 @@ def _stored_tensor(entry: dict[str, Any], data: int) -> StoredTensor:
     if dtype is None:
         raise ValueError(f"dtype {entry['dtype']!r} is not known; known are {', '.join(_OUR_NAME)}")
     shape, (start, end) = tuple(entry["shape"]), entry["data_offsets"]
-    if not all(isinstance(size, int) and size >= 0 for size in (*shape, start, end)):
-        raise ValueError(f"a size or offset is no whole number: {entry}")
+    if len(shape) > _MAX_DIMENSIONS:
+        raise ValueError(f"it has {len(shape):,} dimensions, at most {_MAX_DIMENSIONS} are read here")
+    if not all(type(size) is int and 0 <= size < _TOO_LARGE for size in (*shape, start, end)):
+        raise ValueError(f"a size or offset is no whole number below 2^62: {entry}"[:200])
     if end - start != prod(shape) * to_dtype(dtype).itemsize:
         raise ValueError(f"{end - start:,} bytes cannot hold shape {list(shape)} of {dtype}")
     return StoredTensor(shape, dtype, data + start)

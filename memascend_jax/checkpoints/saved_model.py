@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memascend_jax.checkpoints.array_layout import PARAMS, ZARR_FILE, ArrayLayout, group_of
-from memascend_jax.checkpoints.model_files import CONFIG, TOKENIZER, ModelFiles
+from memascend_jax.checkpoints.model_files import CONFIG, ModelFiles
 from memascend_jax.checkpoints.saved_step import MODEL_FILES, SavedStep
 from memascend_jax.checkpoints.source import PIECE_BYTES, CheckpointTensor
+from memascend_jax.checkpoints.tokenizer_files import has_tokenizer
 from memascend_jax.dtypes import to_dtype
 from memascend_jax.errors import DataError
 from memascend_jax.optim.format_conversion import TileState, master_of
@@ -35,7 +36,7 @@ class SavedModel:
 
     def __init__(self, saved: SavedStep) -> None:
         self.saved = saved
-        self.files = ModelFiles(str(saved.path), self._read_file)
+        self.files = ModelFiles(str(saved.path), self._read_file, self._file_names)
         fmt = saved.format
         suffixes = {leaf.suffix for leaf in fmt.leaves} & {MASTER, RESIDUAL}
         self._leaves = [leaf for leaf in fmt.leaves if leaf.suffix in suffixes]
@@ -55,7 +56,7 @@ class SavedModel:
     @property
     def has_tokenizer(self) -> bool:
         """Whether the run that saved it had one: a random model has none."""
-        return self._read_file(TOKENIZER) is not None
+        return has_tokenizer(self.files)
 
     @property
     def chat_template(self) -> str | None:
@@ -115,6 +116,10 @@ class SavedModel:
 
     def close(self) -> None:
         """Nothing is open between reads."""
+
+    def _file_names(self) -> list[str]:
+        folder = self.saved.state_folder / MODEL_FILES
+        return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
 
     def _read_file(self, name: str) -> bytes | None:
         path = self.saved.state_folder / MODEL_FILES / name

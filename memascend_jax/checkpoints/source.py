@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from numpy.typing import NDArray
 
+from memascend_jax.checkpoints.hub_cache import HubName, cached_model, names_hub_model
 from memascend_jax.checkpoints.saved_step import is_checkpoint, resolve_step
-from memascend_jax.errors import DataError
+from memascend_jax.errors import ConfigError, DataError
 from memascend_jax.storage.formatting import has_superblock
 from memascend_jax.units import MIB
 
@@ -72,19 +73,42 @@ class Checkpoint(Protocol):
         ...
 
 
-def open_checkpoint(source: str | Path) -> Checkpoint:
+def open_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoint:
     """Returns the model in ``source``, its header read and every tensor's place and shape checked.
 
     Args:
         source: a Hugging Face folder (``config.json`` with ``model.safetensors``, whole or in shards),
             a GGUF file, the store that ``memascend import`` made of one, in one file or device, or a checkpoint:
-            a folder of steps, of which it is the newest, or a step.
+            a folder of steps, of which it is the newest, or a step. What is no path is a name in Hugging Face's
+            local cache, ``org/name``; nothing is fetched.
+        revision: of such a name: branch, tag or commit; None: ``main``.
 
     Raises:
         DataError: nothing is there, it is neither, the architecture is unknown, or tensors are missing,
             misshapen or outside their file; every fault found is listed.
+        ConfigError: a revision is given for a path.
     """
+    try:
+        return _open(_place(source, revision))
+    except PermissionError as error:
+        raise DataError(f"cannot read the model '{source}': {error.strerror}: '{error.filename}'") from error
+
+
+def _place(source: str | Path, revision: str | None) -> Path:
+    """The path that ``source`` is, or stands for in Hugging Face's cache."""
     path = Path(source).expanduser()
+    name = HubName.parse(source) if isinstance(source, str) and names_hub_model(source) else None
+    if name is not None:
+        return cached_model(name, revision)
+    if revision is not None:
+        raise ConfigError(
+            f"the revision {revision!r} is for a model in Hugging Face's cache, named as org/name, but {str(source)!r} "
+            "is a path; leave it out"
+        )
+    return path
+
+
+def _open(path: Path) -> Checkpoint:
     if path.is_dir() and is_checkpoint(path):
         from memascend_jax.checkpoints.saved_model import SavedModel
 
@@ -102,9 +126,9 @@ def open_checkpoint(source: str | Path) -> Checkpoint:
 
         return GgufCheckpoint(path)
     raise DataError(
-        f"cannot open the model '{source}': there is no such folder or file. Give a Hugging Face folder "
-        "(config.json, model.safetensors, tokenizer.json), a .gguf file, a store that memascend import made, a "
-        "checkpoint of a run, or the name smollm2-135m."
+        f"cannot open the model '{path}': there is no such folder or file. Give a Hugging Face folder "
+        "(config.json, model.safetensors, tokenizer.json), org/name of a model in Hugging Face's local cache, a .gguf "
+        "file, a store that memascend import made, a checkpoint of a run, or the name smollm2-135m."
     )
 
 

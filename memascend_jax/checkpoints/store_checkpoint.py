@@ -123,7 +123,7 @@ class StoreCheckpoint:
         try:
             where = ", ".join(self._store.paths)
             self._record = ModelRecord.decode(self._store.run_state, where)
-            self._texts = ModelFiles(where, self._read_file)
+            self._texts = ModelFiles(where, self._read_file, self._file_names)
             self.config: dict[str, Any] = dict(self._record.config)
             shape = LlamaConfig.from_hf(self.config)
             found = {name: self._store.spec(name) for name in self._store.names() if "#" not in name}
@@ -165,6 +165,10 @@ class StoreCheckpoint:
 
     def close(self) -> None:
         self._store.close()
+
+    def _file_names(self) -> list[str]:
+        names = self._store.names()
+        return [name.removeprefix(FILE_PREFIX) for name in names if name.startswith(FILE_PREFIX)]
 
     def _read_file(self, name: str) -> bytes | None:
         if FILE_PREFIX + name not in self._store:

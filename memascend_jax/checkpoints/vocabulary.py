@@ -129,6 +129,27 @@ def rows_needed(
     return wanted
 
 
+def check_vocabulary(rows: int, tokenizer: Tokenizer, where: str) -> str | None:
+    """Returns what a user should know of tables of ``rows`` rows beside ``tokenizer``; None: they are of one size.
+
+    Raises:
+        DataError: the tokenizer has ids that the tables have no row for.
+    """
+    ids = ids_of(tokenizer)
+    if ids > rows:
+        raise DataError(
+            f"cannot use the model in '{where}': its tokenizer has ids up to {ids - 1:,}, its tables only {rows:,} "
+            f"rows. Give them rows with model.vocab_size={ids} (model.new_rows: what these begin as), or use the "
+            "tokenizer that belongs to the model"
+        )
+    if ids == rows:
+        return None
+    return (
+        f"the model's tables have {rows:,} rows, its tokenizer {ids:,} tokens: {rows - ids:,} rows are to spare, for "
+        "model.add_tokens"
+    )
+
+
 def special_ids_of(config: Mapping[str, Any]) -> list[int]:
     """Returns the ids that a ``config.json`` names."""
     found: list[int] = []

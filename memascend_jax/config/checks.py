@@ -63,6 +63,12 @@ def _model_and_data(config: Config) -> Iterator[Finding]:
             (f"model.{key}", "model.source"),
             f"model.{key} is for a model that is read; of model.source=random set model.config.vocab_size",
         )
+    if model.revision is not None and "/" not in model.source:
+        yield (
+            ("model.revision", "model.source"),
+            f"model.revision is for a model in Hugging Face's cache, named as org/name, but model.source is"
+            f" {model.source!r}; leave it out",
+        )
     if data.eval_source is not None and data.source == "random":
         yield ("data.eval_source", "data.source"), "data.eval_source cannot go with data.source=random"
     yield from _data(config)

@@ -28,7 +28,9 @@ _INCIDENTAL = frozenset(
     }
 )
 #: Keys that name something whose content counts, not its place: who compares the content decides.
-CONTENT_KEYS = frozenset({"model.source", "data.source", "data.sources", "data.eval_source"})
+CONTENT_KEYS = frozenset(
+    {"model.source", "model.revision", "data.source", "data.sources", "data.eval_source"}
+)
 #: A longer run is what the earlier one is the beginning of.
 _MAY_GROW = frozenset({"train.steps", "train.epochs"})
 

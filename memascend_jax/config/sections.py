@@ -41,8 +41,12 @@ class ModelSection(Section):
 
     source: Text = Field(
         default="smollm2-135m",
-        description="smollm2-135m (fetched once, 93 MB), a Hugging Face folder, a GGUF file, a checkpoint, a store that"
-        " memascend import made, or random.",
+        description="smollm2-135m (fetched once, 93 MB), a Hugging Face folder, org/name in Hugging Face's local cache,"
+        " a GGUF file, a checkpoint, a store that memascend import made, or random.",
+    )
+    revision: Text | None = Field(
+        default=None,
+        description="Branch, tag or commit of a model.source that is in Hugging Face's cache; null: main.",
     )
     config: FreeForm = Field(
         default_factory=dict,

@@ -59,19 +59,22 @@ class ExportSource:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
-def open_source(paths: Sequence[str], step: int | None, stack: ExitStack) -> ExportSource:
+def open_source(
+    paths: Sequence[str], step: int | None, stack: ExitStack, revision: str | None = None
+) -> ExportSource:
     """Returns the model at ``paths``; ``stack`` closes it.
 
     Args:
         paths: members of a store; or one path: a run's folder, a checkpoint, a Hugging Face folder, a GGUF file; or
-            ``smollm2-135m``.
+            ``smollm2-135m``, or ``org/name`` in Hugging Face's cache.
         step: of a checkpoint; None: the newest.
+        revision: of a model in the cache; None: ``main``.
 
     Raises:
         StoreError: there is no store, it is in use, or it holds no single step of a run.
         DataError: the model that the run started from is gone, whose tokenizer and configuration are needed; or the
             checkpoint or model is damaged.
-        ConfigError: a step is given for what has none.
+        ConfigError: a step or a revision is given for what has none.
     """
     found = _run_folder_contents(paths)
     only = Path(found[0]).expanduser() if len(found) == 1 else None
@@ -85,7 +88,7 @@ def open_source(paths: Sequence[str], step: int | None, stack: ExitStack) -> Exp
         return _of_store(found, stack)
     if paths == [SMOLLM2]:
         return _of_checkpoint(open_checkpoint(smollm2_135m_path()), stack)
-    return _of_checkpoint(open_checkpoint(only), stack)
+    return _of_checkpoint(open_checkpoint(found[0], revision), stack)
 
 
 def _run_folder_contents(paths: Sequence[str]) -> list[str]:

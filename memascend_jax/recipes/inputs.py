@@ -16,6 +16,7 @@ from memascend_jax.checkpoints.resized import ResizedCheckpoint
 from memascend_jax.checkpoints.saved_model import SavedModel
 from memascend_jax.checkpoints.smollm2 import smollm2_135m_path
 from memascend_jax.checkpoints.source import Checkpoint, PiecesInOrder, open_checkpoint
+from memascend_jax.checkpoints.vocabulary import check_vocabulary
 from memascend_jax.config import Config
 from memascend_jax.data.dataset import Dataset, build_dataset
 from memascend_jax.data.named_templates import chat_template, missing_tokens
@@ -76,7 +77,7 @@ def open_model(config: Config) -> ModelSource:
         shape = LlamaConfig.from_hf(config.model.config)
         seed = config.train.seed
         return ModelSource(shape, None, None, lambda name: random_pieces(shape, name, seed, _PIECE_BYTES))
-    found = open_checkpoint(smollm2_135m_path() if source == SMOLLM2 else source)
+    found = open_checkpoint(smollm2_135m_path() if source == SMOLLM2 else source, config.model.revision)
     has_tokenizer = not isinstance(found, SavedModel) or found.has_tokenizer
     checkpoint = _with_vocabulary(found, config)
     shape = LlamaConfig.from_hf(checkpoint.config)
@@ -103,9 +104,7 @@ def open_model(config: Config) -> ModelSource:
         data.train_on,
         data.system_prompt,
     )
-    missing = missing_tokens(data.chat_template or "", coder.tokenizer)
-    notes = (missing,) if missing is not None else ()
-    return ModelSource(shape, checkpoint, coder, pieces, notes=notes, chosen_template=chosen)
+    return ModelSource(shape, checkpoint, coder, pieces, notes=told, chosen_template=chosen)
 
 
 def _with_vocabulary(checkpoint: Checkpoint, config: Config) -> Checkpoint:

@@ -28,12 +28,15 @@ _TILES_PER_PIECE = 2
 _AHEAD_BYTES = 48 << 20
 
 
-def import_model(source: str, paths: Sequence[str], dtype: str | None, screen: Screen) -> dict[str, Any]:
+def import_model(
+    source: str, paths: Sequence[str], dtype: str | None, screen: Screen, revision: str | None = None
+) -> dict[str, Any]:
     """Leaves the model of ``source`` in a new store at ``paths``, byte for byte, or when it fails nothing.
 
     Args:
-        source: a Hugging Face folder, a GGUF file, or ``smollm2-135m``.
+        source: a Hugging Face folder, a GGUF file, ``smollm2-135m``, or ``org/name`` in Hugging Face's cache.
         dtype: what the weights are rounded to, to nearest; None: what they are.
+        revision: of a model in the cache; None: ``main``.
 
     Returns:
         ``paths``, ``bytes`` of the store, ``tensors``, ``parameters`` and ``parameter_bytes``.
@@ -42,7 +45,7 @@ def import_model(source: str, paths: Sequence[str], dtype: str | None, screen: S
         DataError: the model is not there, or damaged: everything wrong with its tensors is told.
         StoreError: there is something at ``paths``, or no room; told before the first byte.
     """
-    checkpoint = open_checkpoint(smollm2_135m_path() if source == SMOLLM2 else source)
+    checkpoint = open_checkpoint(smollm2_135m_path() if source == SMOLLM2 else source, revision)
     try:
         tensors = {
             name: CheckpointTensor(tensor.shape, dtype or tensor.dtype)

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from memascend_jax.checkpoints.export import MAX_SHARD_BYTES, export_huggingface
+from memascend_jax.checkpoints.export import export_huggingface
 from memascend_jax.observe.screen import Screen
 from memascend_jax.recipes.export_source import open_source
 
@@ -19,13 +19,14 @@ def export_model(
     screen: Screen,
     *,
     dtype: str | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
+    max_shard_bytes: int | None = None,
     step: int | None = None,
+    revision: str | None = None,
 ) -> dict[str, Any]:
     """Writes the folder ``out``, one piece at a time, or when it fails nothing.
 
     Args:
-        paths, step: see ``open_source``.
+        paths, step, revision: see ``open_source``.
         dtype: of the weights: what is known most exactly, a run's masters, rounded to nearest; None: as they are kept.
         max_shard_bytes: see ``export_huggingface``.
 
@@ -39,7 +40,7 @@ def export_model(
         OSError: the disk has no room, which is found before the first byte, or fails.
     """
     with ExitStack() as stack:
-        source = open_source(paths, step, stack)
+        source = open_source(paths, step, stack, revision)
         dtypes = {name: dtype or kept for name, kept in source.dtypes.items()}
         with screen.progress("writing the model", len(source.shapes)) as advance:
             nbytes = export_huggingface(

@@ -100,14 +100,15 @@ def permuted(weight, head_dim):
 
 
 def write_gguf(
-    path: Path, config, tensors, *, kinds=None, leave_out=(), metadata=None, extra=None, stored=None
+    path: Path, config, tensors, *, kinds=None, leave_out=(), metadata=None, extra=None, stored=None, split=0
 ) -> Path:
     """A GGUF file of ``tensors``, each matrix quantised as ``kinds`` says by GGUF name (float32 otherwise).
 
-    ``extra`` adds tensors by their GGUF names, ``stored`` adds ``(bytes, type)`` as they are.
+    ``extra`` adds tensors by their GGUF names, ``stored`` adds ``(bytes, type)`` as they are. With ``split`` the model
+    goes to parts of so many tensors, as the ``gguf`` package names them.
     """
     shape = LlamaConfig.from_hf(config)
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, "llama", split_max_tensors=split)
     writer.add_block_count(shape.num_hidden_layers)
     writer.add_context_length(shape.max_position_embeddings)
     writer.add_embedding_length(shape.hidden_size)

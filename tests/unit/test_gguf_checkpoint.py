@@ -214,9 +214,12 @@ def test_missing_and_misshapen_tensors_are_all_named(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"metadata": {"llama.rope.scaling.type": "yarn"}}, "rope type 'yarn' is not known here"),
-        ({"extra": {"rope_freqs.weight": np.ones(32, np.float32)}}, "rope type 'llama3'"),
-        ({"extra": {"blk.0.attn_q.bias": np.ones(256, np.float32)}}, r"blk\.0\.attn_q\.bias"),
+        ({"metadata": {"llama.rope.scaling.type": "dynamic"}}, "rope type 'dynamic' is not known here"),
+        ({"extra": {"rope_freqs.weight": np.arange(1, 33, dtype=np.float32)}}, r"rope_freqs\.weight"),
+        (
+            {"extra": {"blk.0.attn_norm.bias": np.ones(256, np.float32)}},
+            r"'blk\.0\.attn_norm\.bias' is not in the model that its config describes",
+        ),
     ],
 )
 def test_what_is_not_computed_here_is_refused_by_name(tmp_path, change, message):
@@ -227,12 +230,14 @@ def test_what_is_not_computed_here_is_refused_by_name(tmp_path, change, message)
 
 
 def test_another_architecture_is_refused_by_name(tmp_path):
-    writer = GGUFWriter(tmp_path / "m.gguf", "qwen2")
+    writer = GGUFWriter(tmp_path / "m.gguf", "falcon")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(DataError, match="architecture 'qwen2' is not known here"):
+    with pytest.raises(
+        DataError, match="architecture 'falcon' is not known here; known are 'llama', 'smollm3', 'qwen2'"
+    ):
         open_checkpoint(tmp_path / "m.gguf")
 
 

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import pickle
+import shutil
 import struct
 
 import ml_dtypes
@@ -69,7 +72,7 @@ def test_integer_weights_are_refused(tmp_path):
     config = hf_config()
     tensors = random_tensors(config)
     tensors["model.norm.weight"] = np.ones(256, np.int8)
-    with pytest.raises(DataError, match=r"'model\.norm\.weight' is int8; expected one of bfloat16"):
+    with pytest.raises(DataError, match=r"'model\.norm\.weight' is int8, expected one of bfloat16"):
         open_checkpoint(write_folder(tmp_path / "model", config, tensors))
 
 
@@ -89,6 +92,105 @@ def test_missing_shards_are_named(tmp_path):
     folder = write_folder(tmp_path / "model", config, random_tensors(config), shards=3)
     (folder / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(DataError, match=r"shards are missing: model-00002-of-00003\.safetensors"):
+        open_checkpoint(folder)
+
+
+def edited_index(folder, **changes):
+    """Changes the file that tensors are said to be in; None: the index leaves the tensor out."""
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    for name, file in changes.items():
+        index["weight_map"][name] = file
+    index["weight_map"] = {name: file for name, file in index["weight_map"].items() if file is not None}
+    path.write_text(json.dumps(index))
+
+
+def test_every_fault_of_an_index_is_told_at_once(tmp_path):
+    config = hf_config()
+    tensors = random_tensors(config)
+    folder = write_folder(tmp_path / "model", config, tensors, shards=4)
+    first, second, third, fourth = (f"model-{n:05}-of-00004.safetensors" for n in (1, 2, 3, 4))
+    names = list(tensors)
+    edited_index(
+        folder, **{names[0]: second, names[1]: "../x.safetensors", names[4]: None, "model.ghost": first}
+    )
+    (folder / third).write_bytes((folder / third).read_bytes()[:-8])
+    (folder / fourth).unlink()
+    (folder / fourth).symlink_to(fourth)
+    (folder / "config.json").write_text(json.dumps({**config, "hidden_act": "relu"}))
+    with pytest.raises(DataError) as caught:
+        open_checkpoint(folder)
+    for words in (
+        "hidden_act is 'relu'",
+        "files outside the folder: '../x.safetensors'",
+        f"shards are missing: {fourth} (a link to what is not there)",
+        f"{third}': tensor",
+        "It is truncated",
+        f"names tensors that are not there: 'model.ghost' in {first}",
+        f"names other files than the tensors are in: '{names[0]}' is in {first}, not in {second}",
+        f"leaves out tensors: '{names[4]}' in {first}",
+    ):
+        assert words in str(caught.value), words
+
+
+def test_a_tensor_in_two_shards_is_refused(tmp_path):
+    config = hf_config()
+    folder = write_folder(tmp_path / "model", config, random_tensors(config), shards=2)
+    shutil.copy(folder / "model-00001-of-00002.safetensors", folder / "model-00002-of-00002.safetensors")
+    with pytest.raises(
+        DataError, match=r"tensors are in several shards: 'model\.embed_tokens\.weight' in model-00001"
+    ):
+        open_checkpoint(folder)
+
+
+def test_faults_of_many_layers_share_a_line(tmp_path):
+    config = hf_config(num_hidden_layers=6)
+    tensors = random_tensors(config)
+    for layer in (0, 1, 2, 5):
+        del tensors[f"model.layers.{layer}.mlp.up_proj.weight"]
+    for layer in range(6):
+        tensors[f"model.layers.{layer}.self_attn.q_proj.bias"] = np.zeros(256, np.float32)
+    tensors["model.layers.3.self_attn.k_proj.weight"] = np.zeros((128, 256), np.int8)
+    tensors["vision.patch"] = np.zeros(3, np.float32)
+    with pytest.raises(DataError) as caught:
+        open_checkpoint(write_folder(tmp_path / "model", config, tensors))
+    for words in (
+        "12 tensors do not match its config",
+        "'model.layers.{0-2,5}.mlp.up_proj.weight' are missing (4 tensors), expected [512, 256]",
+        "'model.layers.3.self_attn.k_proj.weight' is int8, expected one of",
+        "'model.layers.{0-5}.self_attn.q_proj.bias' are not in the model that its config describes (6 tensors)",
+        "'vision.patch' is not in the model that its config describes",
+    ):
+        assert words in str(caught.value), words
+
+
+def test_types_are_mixed_as_they_come(tmp_path):
+    config = hf_config()
+    kinds = {"norm": np.float32, "embed": np.float16}
+    tensors = {
+        name: value.astype(next((kind for part, kind in kinds.items() if part in name), ml_dtypes.bfloat16))
+        for name, value in random_tensors(config).items()
+    }
+    checkpoint = open_checkpoint(write_folder(tmp_path / "model", config, tensors))
+    for name, value in tensors.items():
+        assert checkpoint.tensors[name].dtype == value.dtype.name
+        assert read_whole(checkpoint, name).tobytes() == value.tobytes()
+
+
+def test_what_may_not_be_read_is_named(tmp_path, monkeypatch):
+    config = hf_config()
+    folder = write_folder(tmp_path / "model", config, random_tensors(config), shards=2)
+
+    def refuse(path, *arguments):
+        if str(path).endswith("00001-of-00002.safetensors"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path, *arguments)
+
+    real = os.open
+    monkeypatch.setattr("memascend_jax.checkpoints.positioned_file.os.open", refuse)
+    with pytest.raises(
+        DataError, match=r"model-00001-of-00002\.safetensors cannot be read: Permission denied"
+    ):
         open_checkpoint(folder)
 
 
@@ -169,6 +271,32 @@ def test_a_folder_without_a_model_says_what_is_missing(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(hf_config()))
     with pytest.raises(DataError, match=r"neither model\.safetensors nor"):
         open_checkpoint(tmp_path)
+
+
+def test_an_empty_folder_lacks_everything(tmp_path):
+    with pytest.raises(DataError, match=r"it has no config\.json; it has neither model\.safetensors nor"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "consolidated.safetensors").write_bytes(b"")
+    with pytest.raises(
+        DataError, match=r"consolidated\.safetensors is not what Hugging Face's models are called"
+    ):
+        open_checkpoint(tmp_path)
+
+
+def test_links_that_lead_round_are_no_files(tmp_path):
+    config = hf_config()
+    folder = write_folder(tmp_path / "model", config, random_tensors(config))
+    for name, words in (
+        ("model.safetensors", "is a link to what is not there"),
+        ("config.json", "no config"),
+    ):
+        (folder / name).unlink()
+        (folder / name).symlink_to(name)
+        with pytest.raises(DataError, match=words):
+            open_checkpoint(folder)
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(DataError, match="there is no such folder or file"):
+        open_checkpoint(tmp_path / "loop")
 
 
 def test_a_source_that_is_not_there_is_named(tmp_path):
