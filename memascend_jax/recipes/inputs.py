@@ -104,6 +104,11 @@ def open_model(config: Config) -> ModelSource:
         data.train_on,
         data.system_prompt,
     )
+    notes = (
+        check_vocabulary(shape.vocab_size, coder.tokenizer, source),
+        missing_tokens(data.chat_template or "", coder.tokenizer),
+    )
+    told = tuple(note for note in notes if note is not None)
     return ModelSource(shape, checkpoint, coder, pieces, notes=told, chosen_template=chosen)
 
 
