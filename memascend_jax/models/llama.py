@@ -7,6 +7,7 @@ holds parameters: they stream past as arguments, in the dtype they are stored in
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -15,8 +16,9 @@ from flax import nnx
 from jax import Array
 
 from memascend_jax.models import generate, losses
+from memascend_jax.models.adapters import Adapters, adapter_shapes
 from memascend_jax.models.generate import GreedyCarry
-from memascend_jax.models.llama_layer import DecoderLayer, rms_norm
+from memascend_jax.models.llama_layer import DecoderLayer, add_adapters, rms_norm
 from memascend_jax.models.losses import HeadCarry
 from memascend_jax.models.matmul import Precision, plan_precision
 from memascend_jax.models.shapes import LlamaConfig, layer_shapes
@@ -36,6 +38,7 @@ class LlamaStages:
         compute_dtype: ``bfloat16``, ``float16`` or ``float32``: activations and matmul operands.
         attention_chunk: queries whose attention scores exist at a time.
         precision: how to multiply; by default what is fastest on jax's default backend.
+        adapters: LoRA adapters, whose factors are parameters of the layers.
     """
 
     def __init__(
@@ -45,14 +48,21 @@ class LlamaStages:
         *,
         attention_chunk: int = 64,
         precision: Precision | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         self.config = config
         self.precision = precision or plan_precision(compute_dtype)
         self.compute_dtype = self.precision.compute_dtype
-        self.layer_names: tuple[str, ...] = tuple(layer_shapes(config))
+        shapes = layer_shapes(config)
+        self.layer_names: tuple[str, ...] = (*shapes, *adapter_shapes(shapes, adapters))
+
+        def make_layer() -> DecoderLayer:
+            layer = DecoderLayer(config, self.precision, attention_chunk)
+            add_adapters(layer, adapters)
+            return layer
+
         # eval_shape allocates nothing; the module's arrays are the caller's from then on.
-        module = nnx.eval_shape(lambda: DecoderLayer(config, self.precision, attention_chunk))
-        self._layer_graph = nnx.split(module)[0]
+        self._layer_graph = nnx.split(nnx.eval_shape(make_layer))[0]
 
     # Embedding
 
@@ -83,11 +93,22 @@ class LlamaStages:
         return out
 
     def layer_backward(
-        self, params: LayerArrays, x: Array, dy: Array, positions: Array, segments: Array
+        self,
+        params: LayerArrays,
+        x: Array,
+        dy: Array,
+        positions: Array,
+        segments: Array,
+        trained: Collection[str] | None = None,
     ) -> tuple[Array, LayerArrays]:
-        """Returns ``(dx, grads)`` of the layer at ``x``, which it computes again; ``grads`` are float32."""
-        wide = {name: self.precision.round(value).astype(jnp.float32) for name, value in params.items()}
-        _, pull = jax.vjp(lambda p, h: self.layer(p, h, positions, segments), wide, x)
+        """Returns ``(dx, grads)`` of the layer at ``x``, which it computes again; ``grads`` are float32.
+
+        Args:
+            trained: names of the parameters whose gradients are wanted; None: of all.
+        """
+        names = params if trained is None else trained
+        wide = {name: self.precision.round(params[name]).astype(jnp.float32) for name in names}
+        _, pull = jax.vjp(lambda p, h: self.layer({**params, **p}, h, positions, segments), wide, x)
         grads, dx = pull(dy)
         return dx, grads
 

@@ -7,13 +7,17 @@ computed in float32; the result of each linear layer is rounded to the compute d
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 
+from memascend_jax.models.adapters import Adapters
 from memascend_jax.models.attention import attend, rotate
 from memascend_jax.models.generate import attend_cached, store_in_cache
+from memascend_jax.models.lora import Factor, adapted_linear
 from memascend_jax.models.matmul import Precision, linear
 from memascend_jax.models.shapes import LlamaConfig
 
@@ -38,14 +42,23 @@ class Norm(nnx.Module):
 
 
 class Linear(nnx.Module):
-    """``x @ weight.T`` without bias."""
+    """``x @ weight.T`` without bias, and a LoRA adapter where one was added."""
 
     def __init__(self, in_features: int, out_features: int, precision: Precision) -> None:
         self.weight = nnx.Param(jnp.zeros((out_features, in_features)))
         self.precision = precision
+        self.lora_scale: float | None = None
+
+    def add_adapter(self, rank: int, scale: float) -> None:
+        out_features, in_features = self.weight.shape
+        self.lora_A, self.lora_B = Factor(rank, in_features), Factor(out_features, rank)
+        self.lora_scale = scale
 
     def __call__(self, x: Array) -> Array:
-        return linear(x, self.weight[...], self.precision)
+        if self.lora_scale is None:
+            return linear(x, self.weight[...], self.precision)
+        a, b = self.lora_A.weight[...], self.lora_B.weight[...]
+        return adapted_linear(x, self.weight[...], a, b, self.lora_scale, self.precision)
 
 
 class Attention(nnx.Module):
@@ -95,6 +108,16 @@ class Mlp(nnx.Module):
     def __call__(self, x: Array) -> Array:
         gate, up = self.gate_proj(x).astype(jnp.float32), self.up_proj(x).astype(jnp.float32)
         return self.down_proj(self.precision.round(jax.nn.silu(gate) * up))
+
+
+def add_adapters(layer: nnx.Module, adapters: Adapters | None) -> None:
+    """Adds an adapter to each of a layer's linear modules that ``adapters`` names."""
+    for name in adapters.modules if adapters is not None else ():
+        assert adapters is not None
+        module: Any = layer
+        for part in name.split("."):
+            module = getattr(module, part)
+        module.add_adapter(adapters.rank, adapters.scale)
 
 
 class DecoderLayer(nnx.Module):

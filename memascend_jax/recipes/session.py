@@ -119,7 +119,7 @@ def _build_model(
     plan: RunPlan, placement: Placement, clock: StepClock, rows: RowsAhead, inputs: StageInputs
 ) -> StreamedModel:
     fmt = plan.layout.format
-    stages = LlamaStages(plan.layout.config, fmt.param_dtype)
+    stages = LlamaStages(plan.layout.config, fmt.param_dtype, adapters=plan.layout.adapters)
     functions = StageFunctions(stages, fmt.grad_dtype)
     if trace.current is not None:
         trace_stages(functions, trace.current)

@@ -7,13 +7,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from memascend_jax.models.adapters import Adapters, model_tensors
 from memascend_jax.models.shapes import (
     EMBED_NAME,
     NORM_NAME,
     LlamaConfig,
     TensorShape,
     head_weight_name,
-    tensor_shapes,
 )
 from memascend_jax.optim.state_format import BLOCK_BYTES, Leaf, StateFormat, itemsize, tile_elements
 from memascend_jax.training.stage_schedule import HEAD, LAYER, NORM, StageKey
@@ -85,6 +85,7 @@ class ModelLayout:
         tile_elements: optimizer tile of each parameter, in elements.
         head_rows: vocabulary rows of one head tile.
         frozen: tensors that are never trained: parameters without state, gradient and update group.
+        adapters: LoRA adapters, whose factors are tensors of the layers; None: there are none.
     """
 
     config: LlamaConfig
@@ -96,6 +97,7 @@ class ModelLayout:
     stage_parts: Mapping[StageKey, tuple[StagePart, ...]]
     update_groups: tuple[UpdateGroup, ...]
     frozen: frozenset[str] = frozenset()
+    adapters: Adapters | None = None
 
     @property
     def head_tensor(self) -> str:
@@ -169,6 +171,7 @@ def plan_layout(
     target_tile_elements: int,
     target_head_bytes: int,
     frozen: frozenset[str] = frozenset(),
+    adapters: Adapters | None = None,
 ) -> ModelLayout:
     """Returns the cut of ``config`` into stage parts and update groups.
 
@@ -176,8 +179,9 @@ def plan_layout(
         target_tile_elements: size that optimizer tiles stay at or under where rows allow.
         target_head_bytes: size that a vocabulary tile of the head stays at or under, at least one aligned row group.
         frozen: names of tensors that are not trained; not all of them.
+        adapters: LoRA adapters beside the model's own tensors.
     """
-    tensors = tuple(tensor_shapes(config))
+    tensors = tuple(model_tensors(config, adapters))
     trained = [tensor for tensor in tensors if tensor.name not in frozen]
     tiles = {tensor.name: tile_elements(tensor.shape, target_tile_elements) for tensor in tensors}
     row_bytes = config.hidden_size * itemsize(fmt.param_dtype)
@@ -194,6 +198,7 @@ def plan_layout(
         stage_parts=dict(_stage_parts(config, tensors, head_rows, n_head_tiles)),
         update_groups=tuple(_update_groups(trained, tiles, fmt, target_tile_elements)),
         frozen=frozen,
+        adapters=adapters,
     )
 
 

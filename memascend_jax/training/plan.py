@@ -15,6 +15,7 @@ from typing import Any
 from memascend_jax.errors import BudgetError
 from memascend_jax.memory.budget import Consumer, MemoryPlan, choose_plan
 from memascend_jax.memory.pool import SizeClass
+from memascend_jax.models.adapters import Adapters
 from memascend_jax.models.shapes import EMBED_NAME, LlamaConfig, parameter_count
 from memascend_jax.optim.state_format import BLOCK_BYTES, StateFormat, itemsize
 from memascend_jax.storage.superblock import Durability
@@ -34,7 +35,7 @@ from memascend_jax.training.spare_memory import spend_memory
 from memascend_jax.training.ssd_classes import residency_of, spilled_bytes, stage_capacity
 from memascend_jax.training.step_traffic import PhaseTraffic, step_traffic
 from memascend_jax.training.workload import Workload, smaller_workloads
-from memascend_jax.units import MIB, format_bytes, round_up
+from memascend_jax.units import MIB, counted, format_bytes, round_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,13 @@ class RunPlan:
         frozen = self.layout.n_parameters - trained
         stored = round(trained * state.stored_bytes)
         where = "SSD" if self.placement == "ssd" else "host"
-        disk = [
+        adapters = self.layout.adapters
+        disk = []
+        if adapters is not None:
+            what = f"rank {adapters.rank} beside {counted(len(adapters.modules), 'linear layer', 'linear layers')}"
+            share = f"{trained:,} trained parameters, {trained / self.layout.n_parameters:.3g} of all"
+            disk.append(("LoRA adapters", where, f"{what} of each layer: {share}"))
+        disk += [
             (
                 f"parameters and state ({names})",
                 where,
@@ -136,6 +143,7 @@ class RunPlan:
             "durability": self.durability if self.placement == "ssd" else None,
             "parameters": self.layout.n_parameters,
             "trained_parameters": self.layout.n_trained,
+            "adapters": self.layout.adapters.to_json() if self.layout.adapters is not None else None,
             "state_format": self.layout.format.name,
             "depths": asdict(self.depths),
             "planned_host_bytes": self.memory.total_bytes,
@@ -165,6 +173,7 @@ def plan_run(
     choices: Sequence[Depths] = CHOICES,
     page_bytes: int = mmap.PAGESIZE,
     frozen: frozenset[str] = frozenset(),
+    adapters: Adapters | None = None,
     more: Sequence[Consumer] = (),
     reserved_bytes: int = 0,
     available_bytes: int | None = None,
@@ -182,6 +191,7 @@ def plan_run(
         disk_free_bytes: free space where the store goes; None: unknown, not checked here.
         page_bytes: what every slot is rounded up to in memory; the disk counts in blocks.
         frozen: tensors that are not trained; not all of them.
+        adapters: LoRA adapters beside the model's own tensors.
         more: what the run takes of host memory besides a step.
         reserved_bytes: of ``disk_free_bytes``, what is for other things than the store.
         available_bytes: host memory that there is, beyond which no budget helps; None: as much as is asked for.
@@ -209,6 +219,7 @@ def plan_run(
             target_tile_elements=tile_elements,
             target_head_bytes=head_tile_bytes,
             frozen=frozen,
+            adapters=adapters,
         )
 
     def memory_plans() -> Iterator[MemoryPlan]:

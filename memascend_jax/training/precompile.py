@@ -159,7 +159,7 @@ def _compile(function: Any, *args: Any, **static: Any) -> None:
 def _main() -> None:
     limit_heap_growth()
     layout, micro_batch, n_micro_batches, micro_norms = pickle.load(sys.stdin.buffer)
-    stages = LlamaStages(layout.config, layout.format.param_dtype)
+    stages = LlamaStages(layout.config, layout.format.param_dtype, adapters=layout.adapters)
     functions = StageFunctions(stages, layout.format.grad_dtype)
     precompile(functions, layout, micro_batch, n_micro_batches, micro_norms)
 

@@ -95,9 +95,8 @@ class StageFunctions:
         last: bool,
     ) -> tuple[jax.Array, Any, jax.Array | None]:
         """Returns ``dx`` and the gradients of what is trained, as ``_summed`` does, and ``square``."""
-        dx, grads = self._stages.layer_backward(params, x, dy, positions, segments)
-        # What is not returned is not computed: XLA drops it.
-        return dx, *self._summed({name: grads[name] for name in trained}, accumulated, square, last=last)
+        dx, grads = self._stages.layer_backward(params, x, dy, positions, segments, trained)
+        return dx, *self._summed(grads, accumulated, square, last=last)
 
     def _lowest_layer_backward(self, *args: Any, **static: Any) -> tuple[Any, jax.Array | None]:
         """Returns what ``_layer_backward`` does without ``dx``, for a layer with nothing trained below it."""

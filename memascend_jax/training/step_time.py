@@ -12,9 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
 
-from memascend_jax.models.shapes import layer_shapes
 from memascend_jax.training.backward_reach import backward_reach
 from memascend_jax.training.model_layout import ModelLayout
 from memascend_jax.training.plan import RunPlan
@@ -104,7 +102,8 @@ def step_flops(plan: RunPlan, workload: Workload, *, idle_elements: int = 0) -> 
     layout, tokens = plan.layout, workload.step_tokens
     config, reach = layout.config, backward_reach(layout)
     n_layers = config.num_hidden_layers
-    weights = sum(prod(shape) for shape in layer_shapes(config).values() if len(shape) > 1)
+    parts = layout.stage_parts[StageKey(LAYER, 0)]
+    weights = sum(part.n_elements for part in parts if len(part.shape) > 1)
     # What no token touches is spread over the layers evenly.
     used = 1 - idle_elements / (weights * n_layers)
     layers = 2.0 * used * weights * n_layers

@@ -39,7 +39,7 @@ def rope(x, positions, theta):
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
 
 
-def forward(params, cfg, tokens, positions, segments, dtype):
+def forward(params, cfg, tokens, positions, segments, dtype, lora_scale=0.0):
     """Returns float32 logits ``[B, S, V]``."""
     batch, seq = tokens.shape
     x = round_to(params["model.embed_tokens.weight"][tokens], dtype)
@@ -49,10 +49,18 @@ def forward(params, cfg, tokens, positions, segments, dtype):
             for k, v in params.items()
             if k.startswith(f"model.layers.{i}.")
         }
+
+        def project(h, name, p=p):
+            y = linear(h, p[f"{name}.weight"], dtype)
+            if f"{name}.lora_A.weight" not in p:
+                return y
+            low = linear(h, p[f"{name}.lora_A.weight"], dtype)
+            return round_to(y + lora_scale * linear(low, p[f"{name}.lora_B.weight"], dtype), dtype)
+
         h = rms_norm(x, p["input_layernorm.weight"], cfg.rms_norm_eps, dtype)
-        q = linear(h, p["self_attn.q_proj.weight"], dtype).reshape(batch, seq, -1, cfg.head_dim)
-        k = linear(h, p["self_attn.k_proj.weight"], dtype).reshape(batch, seq, -1, cfg.head_dim)
-        v = linear(h, p["self_attn.v_proj.weight"], dtype).reshape(batch, seq, -1, cfg.head_dim)
+        q = project(h, "self_attn.q_proj").reshape(batch, seq, -1, cfg.head_dim)
+        k = project(h, "self_attn.k_proj").reshape(batch, seq, -1, cfg.head_dim)
+        v = project(h, "self_attn.v_proj").reshape(batch, seq, -1, cfg.head_dim)
         q, k = rope(q, positions, cfg.rope_theta), rope(k, positions, cfg.rope_theta)
         groups = cfg.num_attention_heads // cfg.num_key_value_heads
         k, v = jnp.repeat(k, groups, 2), jnp.repeat(v, groups, 2)
@@ -68,12 +76,12 @@ def forward(params, cfg, tokens, positions, segments, dtype):
         out = jnp.einsum(
             "bhqk,bkhd->bqhd", weights, v.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
         )
-        x = x + linear(round_to(out, dtype).reshape(batch, seq, -1), p["self_attn.o_proj.weight"], dtype)
+        x = x + project(round_to(out, dtype).reshape(batch, seq, -1), "self_attn.o_proj")
         h = rms_norm(x, p["post_attention_layernorm.weight"], cfg.rms_norm_eps, dtype)
-        gate = linear(h, p["mlp.gate_proj.weight"], dtype)
-        up = linear(h, p["mlp.up_proj.weight"], dtype)
+        gate = project(h, "mlp.gate_proj")
+        up = project(h, "mlp.up_proj")
         gate = round_to(jax.nn.silu(gate.astype(jnp.float32)), dtype)
-        x = x + linear(gate * up, p["mlp.down_proj.weight"], dtype)
+        x = x + project(gate * up, "mlp.down_proj")
     x = rms_norm(x, params["model.norm.weight"], cfg.rms_norm_eps, dtype)
     head = params.get("lm_head.weight", params["model.embed_tokens.weight"])
     return jnp.matmul(x.astype(jnp.float32), head.astype(jnp.float32).T, precision=jax.lax.Precision.HIGHEST)
@@ -85,13 +93,14 @@ def ties_away(master):
     return ((bits + np.uint32(0x8000)) >> np.uint32(16)).astype(np.uint16).view(ml_dtypes.bfloat16)
 
 
-def gradient_function(cfg, dtype):
+def gradient_function(cfg, dtype, lora_scale=0.0):
     """Returns ``(params, batch, n_trained) -> (loss, gradients)`` of one micro-batch, divided by ``n_trained``."""
 
     @jax.jit
     def gradients(params, batch, n_trained):
         def loss_of(p):
-            logits = forward(p, cfg, batch["tokens"], batch["positions"], batch["segments"], dtype)
+            inputs = batch["tokens"], batch["positions"], batch["segments"]
+            logits = forward(p, cfg, *inputs, dtype, lora_scale)
             nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
             return (nll * batch["weights"]).sum() / n_trained
 
@@ -102,9 +111,20 @@ def gradient_function(cfg, dtype):
 
 
 def train(
-    masters, cfg, steps_of_micro_batches, schedule, *, dtype, clip_norm, weight_decay, rate_factors=None
+    masters,
+    cfg,
+    steps_of_micro_batches,
+    schedule,
+    *,
+    dtype,
+    clip_norm,
+    weight_decay,
+    rate_factors=None,
+    lora_scale=0.0,
 ):
     """Trains in memory with optax; returns the losses and the final parameters as float32 numpy.
+
+    A layer has a LoRA adapter where its factors are among ``masters``, times ``lora_scale``.
 
     With ``rate_factors`` only what it names is trained, each with its factor on the learning rate; the norm that is
     clipped is that of what is trained.
@@ -135,7 +155,7 @@ def train(
         ),
     )
 
-    gradients = gradient_function(cfg, dtype)
+    gradients = gradient_function(cfg, dtype, lora_scale)
     update = jax.jit(tx.update)
     opt_state = tx.init(masters)
     losses = []

@@ -11,8 +11,8 @@ import plain_llama
 from memascend_jax.optim.schedules import build_schedule
 
 
-def reference(run, masters, dtype, steps, rate_factors=None):
-    """Returns the losses and parameters of ``steps`` steps from ``masters``; ``rate_factors`` as for its ``train``."""
+def reference(run, masters, dtype, steps, rate_factors=None, lora_scale=0.0):
+    """Returns the losses and parameters of ``steps`` steps from ``masters``; the rest as for its ``train``."""
     config = run.config
     schedule_of = build_schedule(
         config.optimizer.schedule,
@@ -33,4 +33,5 @@ def reference(run, masters, dtype, steps, rate_factors=None):
         clip_norm=config.optimizer.clip_norm,
         weight_decay=config.optimizer.weight_decay,
         rate_factors=rate_factors,
+        lora_scale=lora_scale,
     )
