@@ -56,6 +56,11 @@ def add_export_command(commands: Any, add: AddCommand) -> None:
     parser.add_argument(
         "--step", metavar="N", type=int, help="which step of a checkpoint; default: the newest"
     )
+    parser.add_argument(
+        "--merge",
+        action="store_true",
+        help="of a LoRA run the whole model, its adapters added to the weights; default: a PEFT folder of the adapters",
+    )
     _add_revision(parser)
 
 
@@ -163,10 +168,17 @@ def _export(options: argparse.Namespace) -> int:
             max_shard_bytes=size,
             step=options.step,
             revision=options.revision,
+            merge=options.merge,
         )
-    step = f", the model after step {facts['step']}" if "step" in facts else ""
+    is_adapter = facts.get("adapter", False)
+    step = (
+        f", the {'adapter' if is_adapter else 'model'} after step {facts['step']}" if "step" in facts else ""
+    )
     return _report(
-        options, facts, f"wrote {facts['path']}, {facts['bytes']:,} bytes of {facts['dtype']}{step}"
+        options,
+        facts,
+        f"wrote {facts['path']}, {facts['bytes']:,} bytes of {facts['dtype']}{step}"
+        + ("; --merge writes the whole model" if is_adapter else ""),
     )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random weights as Hugging Face initialises a Llama model: normal matrices, norms of one.
+"""Random weights as Hugging Face initialises a Llama model: normal matrices, norms of one; and PEFT a LoRA adapter.
 
 Each block of ``BLOCK`` elements has a random stream of its own, keyed by (seed, name) and counted by block,
 so that a tensor's values depend neither on the size of the pieces nor on the order of the tensors.
@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from memascend_jax.checkpoints.source import PIECE_BYTES
 from memascend_jax.errors import DataError
+from memascend_jax.models.adapters import LORA_B
 from memascend_jax.models.shapes import LlamaConfig, tensor_shapes
 
 BLOCK = 1 << 16
@@ -40,15 +42,41 @@ def random_pieces(
             yield start, _normal(name, seed, start, count) * np.float32(config.initializer_range)
 
 
+def new_factor(
+    name: str, shape: tuple[int, ...], seed: int, init: Literal["kaiming", "gaussian"]
+) -> NDArray[np.float32]:
+    """Returns a LoRA factor of ``shape`` as PEFT initialises it: B zeros, A ``[rank, in]`` random.
+
+    ``kaiming``: uniform within 1 / sqrt(in), which is Kaiming's bound for a = sqrt(5); ``gaussian``: normal with a
+    deviation of 1 / rank.
+    """
+    if name.endswith(LORA_B):
+        return np.zeros(shape, np.float32)
+    rank, columns = shape
+    values = np.empty(rank * columns, np.float32)
+    for start in range(0, values.size, BLOCK):
+        block, stream = values[start : start + BLOCK], _stream(name, seed, start // BLOCK)
+        if init == "gaussian":
+            stream.standard_normal(out=block, dtype=np.float32)
+            block /= np.float32(rank)
+        else:
+            stream.random(out=block, dtype=np.float32)
+            block[:] = (2 * block - 1) * np.float32(columns**-0.5)
+    return values.reshape(shape)
+
+
 def _normal(name: str, seed: int, start: int, count: int) -> NDArray[np.float32]:
     """``count`` standard normal values from element ``start``, a multiple of the block."""
-    key = np.frombuffer(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:16], np.uint64)
     values = np.empty(count, np.float32)
     for first in range(0, count, BLOCK):
-        # The block's number is in the counter's third word: no stream draws as many as 2^128 numbers.
-        counter = np.array([0, 0, (start + first) // BLOCK, 0], np.uint64)
         block = values[first : first + BLOCK]
-        np.random.Generator(np.random.Philox(counter=counter, key=key)).standard_normal(
-            out=block, dtype=np.float32
-        )
+        _stream(name, seed, (start + first) // BLOCK).standard_normal(out=block, dtype=np.float32)
     return values
+
+
+def _stream(name: str, seed: int, block: int) -> np.random.Generator:
+    """What a block of a tensor is drawn from."""
+    key = np.frombuffer(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:16], np.uint64)
+    # The block's number is in the counter's third word: no stream draws as many as 2^128 numbers.
+    counter = np.array([0, 0, block, 0], np.uint64)
+    return np.random.Generator(np.random.Philox(counter=counter, key=key))

@@ -23,7 +23,8 @@ from memascend_jax.checkpoints.array_layout import (
     state_arrays,
 )
 from memascend_jax.errors import DataError
-from memascend_jax.models.shapes import LlamaConfig, TensorShape, tensor_shapes
+from memascend_jax.models.adapters import Adapters, adapters_from_json, model_tensors
+from memascend_jax.models.shapes import LlamaConfig, TensorShape
 from memascend_jax.optim.state_format import StateFormat, state_format
 from memascend_jax.units import counted
 
@@ -48,6 +49,7 @@ class StepRecord:
         run_id: of the run that saved it.
         version: of the program that saved it.
         frozen: tensors that were not trained, and have no state.
+        adapters: LoRA adapters, as their ``to_json`` writes them; None: there are none.
     """
 
     step: int
@@ -58,6 +60,7 @@ class StepRecord:
     run_id: str | None
     version: str
     frozen: Sequence[str] = ()
+    adapters: Mapping[str, Any] | None = None
     schema: int = SCHEMA
     program: str = PROGRAM
 
@@ -79,8 +82,12 @@ class SavedStep:
         return LlamaConfig.from_hf(self.record.model)
 
     @cached_property
+    def adapters(self) -> Adapters | None:
+        return None if self.record.adapters is None else adapters_from_json(self.record.adapters)
+
+    @cached_property
     def tensors(self) -> list[TensorShape]:
-        return tensor_shapes(self.config)
+        return model_tensors(self.config, self.adapters)
 
     @cached_property
     def format(self) -> StateFormat:
@@ -262,7 +269,9 @@ def _read_record(path: Path) -> StepRecord:
         record = StepRecord(**values)
         state_format(record.state_format, record.param_dtype)
         dict(record.model), dict(record.run_state), int(record.step)
-    except (TypeError, ValueError) as error:
+        if record.adapters is not None:
+            adapters_from_json(record.adapters)
+    except (KeyError, TypeError, ValueError) as error:
         raise DataError(
             f"the checkpoint '{path}' is damaged: its '{RUN}' is not a record: {error}"
         ) from error

@@ -112,7 +112,18 @@ def _open(path: Path) -> Checkpoint:
     if path.is_dir() and is_checkpoint(path):
         from memascend_jax.checkpoints.saved_model import SavedModel
 
-        return SavedModel(resolve_step(path))
+        saved = resolve_step(path)
+        if saved.adapters is not None:
+            raise DataError(
+                f"cannot use '{path}' as a model: it is a checkpoint of LoRA adapters. Merge them into a model of its "
+                f"own (memascend export {path} DIR --merge) and give that folder, or go on with them (run.restore)"
+            )
+        return SavedModel(saved)
+    if path.is_dir() and (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+        raise DataError(
+            f"cannot use '{path}' as a model: it is a LoRA adapter in PEFT's layout. Give the model that it is for, "
+            f"with lora.source={path} to train the adapter further"
+        )
     if path.is_dir():
         from memascend_jax.checkpoints.huggingface import HuggingFaceCheckpoint
 

@@ -11,6 +11,7 @@ from memascend_jax.config.schema import Config, has_store, store_paths
 from memascend_jax.config.sections import (
     CheckpointSection,
     DataSection,
+    LoraSection,
     ModelSection,
     OffloadSection,
     OptimizerSection,
@@ -26,6 +27,7 @@ __all__ = [
     "CheckpointSection",
     "Config",
     "DataSection",
+    "LoraSection",
     "ModelSection",
     "OffloadSection",
     "OptimizerSection",

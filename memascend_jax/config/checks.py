@@ -22,6 +22,7 @@ def findings(config: Config) -> Iterator[Finding]:
     yield from _unavailable(config)
     yield from _model_and_data(config)
     yield from _length(config)
+    yield from _lora(config)
     yield from _optimizer(config)
     yield from _offload(config)
     yield from _checkpoint(config)
@@ -135,6 +136,33 @@ def _length(config: Config) -> Iterator[Finding]:
             ("train.eval_every", "data.eval_fraction"),
             "train.eval_every needs held-out data: set data.eval_fraction or data.eval_source",
         )
+
+
+def _lora(config: Config) -> Iterator[Finding]:
+    lora, model = config.lora, config.model
+    if lora.dropout:
+        yield (
+            ("lora.dropout",),
+            f"lora.dropout={lora.dropout:g} is not available in this version: a layer is computed once more in the"
+            " backward, and must be the same then; use 0",
+        )
+    if not lora.rank:
+        defaults = type(lora)()
+        without = [key for key in type(lora).model_fields if getattr(lora, key) != getattr(defaults, key)]
+        for key in sorted(set(without) - {"rank", "dropout"}):
+            yield (
+                (f"lora.{key}", "lora.rank"),
+                f"lora.{key} is set, but lora.rank=0 makes no adapters; set lora.rank, or leave lora.{key} out",
+            )
+        return
+    for key in ("add_tokens", "vocab_size"):
+        if getattr(model, key):
+            yield (
+                (f"model.{key}", "lora.rank"),
+                f"model.{key} changes the embedding, which is not trained beside adapters (lora.rank={lora.rank}), and"
+                " no adapter could be loaded beside the model as it was; make the larger model first (memascend import,"
+                " memascend store resize-vocab, memascend export), and give that as model.source",
+            )
 
 
 def _optimizer(config: Config) -> Iterator[Finding]:

@@ -15,7 +15,7 @@ from memascend_jax.config.text import to_dict
 from memascend_jax.config.values import ALL
 
 #: Sections that change what is learned; where the state lives and where the run writes do not.
-TRAINING_SECTIONS = ("model", "data", "train", "optimizer")
+TRAINING_SECTIONS = ("model", "data", "train", "lora", "optimizer")
 #: Keys in them that only change what is shown or measured.
 _INCIDENTAL = frozenset(
     {

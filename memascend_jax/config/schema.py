@@ -23,6 +23,7 @@ class Config(sections.Section):
     model: sections.ModelSection = sections.ModelSection()
     data: sections.DataSection = sections.DataSection()
     train: sections.TrainSection = sections.TrainSection()
+    lora: sections.LoraSection = sections.LoraSection()
     optimizer: sections.OptimizerSection = sections.OptimizerSection()
     offload: sections.OffloadSection = sections.OffloadSection()
     checkpoint: sections.CheckpointSection = sections.CheckpointSection()

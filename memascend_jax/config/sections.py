@@ -214,6 +214,37 @@ class ParameterGroup(Section):
     )
 
 
+class LoraSection(Section):
+    """LoRA adapters: the model's own tensors stay as they are, and small factors beside them are trained."""
+
+    rank: Count = Field(
+        default=0, description="Rank r of the adapters; 0: none, the model's own tensors are trained."
+    )
+    alpha: Positive | None = Field(
+        default=None,
+        description="The adapters' output is multiplied by alpha / rank; null: twice the rank.",
+    )
+    targets: tuple[Annotated[Text, AfterValidator(_expression)], ...] = Field(
+        default=(),
+        description="Linear layers with an adapter: names such as q_proj or self_attn.q_proj, regular expressions for"
+        " the whole name, or all-linear; empty: queries and values (q_proj and v_proj, or qkv_proj).",
+    )
+    rslora: bool = Field(
+        default=False, description="Multiply by alpha / sqrt(rank) instead (rank-stabilised LoRA)."
+    )
+    init: Literal["kaiming", "gaussian"] = Field(
+        default="kaiming",
+        description="What factor A begins as, drawn by train.seed: kaiming (uniform up to 1 / sqrt(inputs), PEFT's"
+        " default), or gaussian (deviation 1 / rank). B begins as zeros.",
+    )
+    dropout: NotNegative = Field(
+        default=0.0, description="Dropout before the adapters; only 0 is there in this version."
+    )
+    source: PathText | None = Field(
+        default=None, description="Folder of a PEFT adapter that the training begins with; null: a new one."
+    )
+
+
 class OptimizerSection(Section):
     """The optimizer, its schedule and the form its state has on disk."""
 

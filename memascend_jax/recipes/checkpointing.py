@@ -84,6 +84,7 @@ class RunCheckpoints:
             run_id=self._run_id,
             version=__version__,
             frozen=sorted(self._layout.frozen),
+            adapters=None if self._layout.adapters is None else self._layout.adapters.to_json(),
         )
         streamed = StreamedState(
             self._arrays,

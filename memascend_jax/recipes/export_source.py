@@ -24,10 +24,12 @@ from memascend_jax.checkpoints.store_checkpoint import StoreCheckpoint, is_model
 from memascend_jax.config import load_config, store_paths
 from memascend_jax.dtypes import dtype_name
 from memascend_jax.errors import ConfigError, DataError
-from memascend_jax.models.shapes import LlamaConfig, TensorShape, tensor_shapes
+from memascend_jax.models.adapters import Adapters, model_tensors
+from memascend_jax.models.shapes import LlamaConfig, TensorShape
 from memascend_jax.optim.format_conversion import master_of
 from memascend_jax.optim.rounding import round_master, widen
 from memascend_jax.recipes.inputs import SMOLLM2, open_model
+from memascend_jax.recipes.lora import base_name
 from memascend_jax.recipes.stored_run import config_of, format_of, open_committed, run_of, without_data
 from memascend_jax.storage.device import resolve_paths
 from memascend_jax.storage.engine import ReusedBuffers
@@ -44,11 +46,14 @@ class ExportSource:
     """A model that is open for export.
 
     Attributes:
-        config, shapes: of the model.
+        config: of the model.
+        shapes: its tensors, those of adapters too.
         dtypes: the type that each tensor is kept in.
         files: what an exported folder holds beside the weights.
         read: gives the elements; see ``Read``.
         facts: what it is, for the user: ``step`` and ``generation`` where there are such.
+        adapters: LoRA adapters that were trained beside the model; None: there are none.
+        base: what an adapter is loaded beside: a path, or the name of a repository.
     """
 
     config: LlamaConfig
@@ -57,6 +62,8 @@ class ExportSource:
     files: Mapping[str, bytes]
     read: Read
     facts: Mapping[str, Any] = field(default_factory=dict)
+    adapters: Adapters | None = None
+    base: str | None = None
 
 
 def open_source(
@@ -133,9 +140,9 @@ def _of_store(paths: Sequence[str], stack: ExitStack) -> ExportSource:
         fmt = state.format_of(name)
         if dtype == fmt.param_dtype:
             return store.read_elements(name, start, n, buffers)
-        return _rounded(name, master_of(fmt, state.read(name, start, n, masters_only=True)), dtype)
+        return rounded(name, master_of(fmt, state.read(name, start, n, masters_only=True)), dtype)
 
-    shapes = tensor_shapes(model.config)
+    shapes = model_tensors(model.config, model.adapters)
     return ExportSource(
         config=model.config,
         shapes=shapes,
@@ -143,6 +150,8 @@ def _of_store(paths: Sequence[str], stack: ExitStack) -> ExportSource:
         files=model.export_files(),
         read=read,
         facts={"step": run.step, "generation": store.generation},
+        adapters=model.adapters,
+        base=base_name(run.config["model"]["source"]),
     )
 
 
@@ -151,18 +160,21 @@ def _of_checkpoint(checkpoint: Checkpoint, stack: ExitStack) -> ExportSource:
     config = LlamaConfig.from_hf(checkpoint.config)
     kept = {name: tensor.dtype for name, tensor in checkpoint.tensors.items()}
     facts: dict[str, Any] = {}
-    dtypes = kept
+    dtypes, adapters, base = kept, None, None
     if isinstance(checkpoint, SavedModel):
         # It gives its masters; the parameters are what they round to.
         dtypes = dict.fromkeys(kept, checkpoint.saved.format.param_dtype)
-        facts = {"step": checkpoint.saved.record.step}
+        record = checkpoint.saved.record
+        facts, adapters = {"step": record.step}, checkpoint.saved.adapters
+        base = base_name(record.run_state["config"]["model"]["source"]) if adapters is not None else None
     source = _InOrder(checkpoint)
 
     def read(name: str, start: int, n: int, dtype: str) -> NDArray[Any]:
         values = source.read(name, start, n)
-        return values if dtype_name(values.dtype) == dtype else _rounded(name, widen(values), dtype)
+        return values if dtype_name(values.dtype) == dtype else rounded(name, widen(values), dtype)
 
-    return ExportSource(config, tensor_shapes(config), dtypes, checkpoint.export_files(), read, facts)
+    shapes = model_tensors(config, adapters)
+    return ExportSource(config, shapes, dtypes, checkpoint.export_files(), read, facts, adapters, base)
 
 
 class _InOrder:
@@ -184,11 +196,16 @@ class _InOrder:
         return joined[:n]
 
 
-def _rounded(name: str, master: NDArray[np.float32], dtype: str) -> NDArray[Any]:
-    rounded = round_master(np.ascontiguousarray(master), dtype)
-    if dtype == "float16" and not np.isfinite(rounded).all() and np.isfinite(master).all():
+def rounded(name: str, master: NDArray[np.float32], dtype: str) -> NDArray[Any]:
+    """Returns ``master`` rounded to nearest.
+
+    Raises:
+        DataError: float16 cannot hold it.
+    """
+    values = round_master(np.ascontiguousarray(master), dtype)
+    if dtype == "float16" and not np.isfinite(values).all() and np.isfinite(master).all():
         raise DataError(
             f"cannot export '{name}' as float16: it has values up to {np.abs(master).max():.3g}, float16 ends at "
             "65504. Use bfloat16 or float32"
         )
-    return rounded
+    return values

@@ -17,6 +17,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from memascend_jax.checkpoints.export import export_huggingface
+from memascend_jax.checkpoints.peft_adapter import export_adapter
 from memascend_jax.config import Config, has_store, to_dict
 from memascend_jax.data.batches import steps_of_epochs
 from memascend_jax.data.dataset import Dataset
@@ -40,6 +41,7 @@ from memascend_jax.recipes.checkpoint_space import (
 from memascend_jax.recipes.checkpointing import RunCheckpoints, open_checkpoints
 from memascend_jax.recipes.gauges import build_gauges, meter_facts
 from memascend_jax.recipes.inputs import ModelSource, open_data, open_model
+from memascend_jax.recipes.lora import base_name, check_lora_source
 from memascend_jax.recipes.origin import Origin, check_origin, find_origin
 from memascend_jax.recipes.planning import plan_config
 from memascend_jax.recipes.resume import (
@@ -57,7 +59,7 @@ from memascend_jax.recipes.run_summary import summarise
 from memascend_jax.recipes.session import Session, open_arena, open_session
 from memascend_jax.recipes.store_place import check_places
 from memascend_jax.recipes.weight_range import check_weight_range, needs_look
-from memascend_jax.training.checkpoint_state import restore_state
+from memascend_jax.training.checkpoint_state import read_masters, restore_state
 from memascend_jax.training.generate import generate_greedy
 from memascend_jax.training.initialise import initialise_state
 from memascend_jax.training.loop import StepData, Trainer, evaluate
@@ -210,7 +212,9 @@ def _load(config: Config, stack: ExitStack) -> Run:
     contents = content_digests(model.config, data)
     if found is None:
         if origin.saved is not None:
-            check_origin(origin, config, model.config, contents)
+            check_origin(origin, config, model.config, model.adapters, contents)
+        else:
+            check_lora_source(config, model.config, model.adapters)
         plan = plan_config(config, model.config, n_examples=data.sequences)
         state = origin.state() if origin.saved is not None else RunState(0, {}, 0)
         state = replace(
@@ -606,13 +610,20 @@ def _check_budget(job: Run) -> None:
 
 
 def _export(job: Run, session: Session, folder: Path, stop: StopRequest | None = None) -> None:
-    layout = job.plan.layout
+    layout, placement = job.plan.layout, session.placement
 
     def read(name: str, start: int, n_elements: int) -> NDArray[Any]:
         if stop is not None and job.looking is not None:
             stop.check(job.looking)
-        return session.placement.read(name, start, n_elements)
+        if layout.adapters is not None:
+            return read_masters(layout, placement, name, start, n_elements)
+        return placement.read(name, start, n_elements)
 
+    if layout.adapters is not None:
+        base = base_name(job.config.model.source)
+        files = job.model.export_files()
+        export_adapter(read, "float32", job.model.config, layout.adapters, files, base, folder)
+        return
     export_huggingface(
         read,
         layout.tensors,

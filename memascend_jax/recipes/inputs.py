@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,9 @@ from memascend_jax.data.named_templates import chat_template, missing_tokens
 from memascend_jax.data.settings import DataSettings, SourceSpec
 from memascend_jax.data.tokenize import Coder
 from memascend_jax.errors import ConfigError, DataError
+from memascend_jax.models.adapters import Adapters
 from memascend_jax.models.shapes import LlamaConfig, tensor_shapes
+from memascend_jax.recipes.lora import PiecesWithFactors, adapters_of
 from memascend_jax.units import MIB
 
 SMOLLM2 = "smollm2-135m"
@@ -39,6 +41,7 @@ class ModelSource:
     """A model before any of its weights are read; ``checkpoint`` is None for random weights.
 
     Attributes:
+        adapters: LoRA adapters beside it, whose factors ``pieces`` gives too; None: the model itself is trained.
         notes: sentences that the user should read.
         chosen_template: the chat template of ``data.chat_template``; None: the model's own.
     """
@@ -47,6 +50,7 @@ class ModelSource:
     checkpoint: Checkpoint | None
     coder: Coder | None
     pieces: Pieces
+    adapters: Adapters | None = None
     notes: tuple[str, ...] = ()
     chosen_template: str | None = None
 
@@ -63,15 +67,30 @@ class ModelSource:
         """Closes the checkpoint's files."""
         if self.checkpoint is not None:
             self.checkpoint.close()
+        if isinstance(self.pieces, PiecesWithFactors):
+            self.pieces.close()
 
 
 def open_model(config: Config) -> ModelSource:
-    """Returns the model that ``model.source`` names, fetched if need be.
+    """Returns the model that ``model.source`` names, fetched if need be, with the adapters of ``lora``.
 
     Raises:
         DataError: the model cannot be fetched, is damaged, or is of an architecture this program does not compute.
-        ConfigError: ``data.seq_len`` is more than the model's positions.
+        ConfigError: ``data.seq_len`` is more than the model's positions; ``lora.targets`` or ``lora.rank`` do not fit.
     """
+    model = _open_base(config)
+    try:
+        adapters = adapters_of(config.lora, model.config)
+    except BaseException:
+        model.close()
+        raise
+    if adapters is None:
+        return model
+    pieces = PiecesWithFactors(config, model.config, adapters, model.pieces)
+    return replace(model, adapters=adapters, pieces=pieces)
+
+
+def _open_base(config: Config) -> ModelSource:
     source = config.model.source
     if source == RANDOM:
         shape = LlamaConfig.from_hf(config.model.config)

@@ -21,7 +21,8 @@ from memascend_jax.checkpoints.saved_step import (
 )
 from memascend_jax.config import CONTENT_KEYS, Config, store_paths, training_changes
 from memascend_jax.errors import ConfigError, DataError, StoreError
-from memascend_jax.models.shapes import LlamaConfig, tensor_shapes
+from memascend_jax.models.adapters import Adapters, model_tensors
+from memascend_jax.models.shapes import LlamaConfig
 from memascend_jax.recipes.checkpoint_space import checkpoint_folder
 from memascend_jax.recipes.resume import Found, check_contents, refuse_changes
 from memascend_jax.recipes.run_store import find_run
@@ -121,11 +122,17 @@ def find_origin(config: Config) -> Origin:
     return Origin()
 
 
-def check_origin(origin: Origin, config: Config, shape: LlamaConfig, contents: Mapping[str, str]) -> None:
+def check_origin(
+    origin: Origin,
+    config: Config,
+    shape: LlamaConfig,
+    adapters: Adapters | None,
+    contents: Mapping[str, str],
+) -> None:
     """Returns when the run may go on from the step, or begin with it; reads no weights.
 
     Args:
-        shape: of the model that is trained.
+        shape, adapters: of the model that is trained.
         contents: of now, as ``resume.content_digests`` returns them.
 
     Raises:
@@ -133,7 +140,14 @@ def check_origin(origin: Origin, config: Config, shape: LlamaConfig, contents: M
         ConfigError: it is of this run, whose settings change the training and are others now.
     """
     assert origin.saved is not None
-    check_model(origin.saved, tensor_shapes(shape))
+    check_model(origin.saved, model_tensors(shape, adapters))
+    held = origin.saved.adapters
+    if held is not None and adapters is not None and held.scale != adapters.scale:
+        raise DataError(
+            f"the checkpoint '{origin.saved.path}' has adapters that are multiplied by {held.scale:g}, not by "
+            f"{adapters.scale:g}, so that another model would be gone on with; nothing was changed. Use "
+            f"lora.alpha={held.alpha:g} lora.rslora={str(held.rslora).lower()}"
+        )
     if not origin.own:
         return
     state = origin.state()

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from memascend_jax.config.sections import OptimizerSection, ParameterGroup
 from memascend_jax.errors import ConfigError
+from memascend_jax.models.adapters import is_adapter
 from memascend_jax.models.shapes import TensorShape
 from memascend_jax.training.update import TensorSettings
 
@@ -30,36 +31,61 @@ def tensor_settings(optimizer: OptimizerSection, tensors: Sequence[TensorShape])
             or every parameter is frozen.
     """
     groups = optimizer.groups
-    chosen = {tensor.name: _first_match(groups, tensor.name) for tensor in tensors}
+    chosen = {name: _first_match(groups, name) for name in _free(tensor.name for tensor in tensors)}
     for index, group in enumerate(groups):
         if index not in chosen.values():
-            raise ConfigError(_without_effect(index, group, chosen))
+            own = [tensor.name for tensor in tensors if tensor.name not in chosen]
+            raise ConfigError(_without_effect(index, group, chosen, own))
     frozen = frozen_tensors(groups, chosen)
     if len(frozen) == len(chosen):
         raise ConfigError(
-            f"optimizer.groups freezes all {len(chosen):,} tensors of the model, so there is nothing to train; leave a "
+            f"optimizer.groups freezes all {len(chosen):,} {_what(chosen)}, so there is nothing to train; leave a "
             "group with frozen: true out, narrow its match, or put a group without it before it"
         )
     n_layers = len({tensor.stage for tensor in tensors if tensor.stage.startswith(_LAYER)})
     return {
         tensor.name: _settings(optimizer, chosen[tensor.name], tensor, n_layers)
         for tensor in tensors
-        if tensor.name not in frozen
+        if tensor.name in chosen and tensor.name not in frozen
     }
 
 
 def frozen_tensors(groups: Sequence[ParameterGroup], names: Iterable[str]) -> frozenset[str]:
-    """Returns which of ``names`` are not trained."""
-    chosen = ((name, _first_match(groups, name)) for name in names)
-    return frozenset(name for name, index in chosen if index is not None and groups[index].frozen)
+    """Returns which of ``names`` are not trained: beside adapters all of the model's own."""
+    names = list(names)
+    free = _free(names)
+    chosen = ((name, _first_match(groups, name)) for name in free)
+    frozen = {name for name, index in chosen if index is not None and groups[index].frozen}
+    return frozenset(frozen | (set(names) - set(free)))
+
+
+def _free(names: Iterable[str]) -> list[str]:
+    """Returns what the groups are about: the factors of adapters, or without any every tensor."""
+    names = list(names)
+    return [name for name in names if is_adapter(name)] or names
+
+
+def _what(names: Iterable[str]) -> str:
+    return "factors of the adapters" if any(map(is_adapter, names)) else "tensors of the model"
 
 
 def _first_match(groups: Sequence[ParameterGroup], name: str) -> int | None:
     return next((index for index, group in enumerate(groups) if re.search(group.match, name)), None)
 
 
-def _without_effect(index: int, group: ParameterGroup, names: Collection[str]) -> str:
+def _without_effect(
+    index: int, group: ParameterGroup, names: Collection[str], beside: Collection[str]
+) -> str:
     found = [name for name in names if re.search(group.match, name)]
+    own = [name for name in beside if re.search(group.match, name)]
+    if own and not found:
+        more = ", …" if len(own) > 1 else ""
+        return (
+            f"optimizer.groups[{index}] decides about no parameter: match={group.match!r} is found only in tensors of "
+            f"the model itself ({own[0]!r}{more}), which are frozen beside adapters (lora.rank); groups are about the "
+            f"factors, such as {next(iter(names))!r}. Leave the group out, or train the model's own tensors without "
+            "adapters (lora.rank=0)"
+        )
     why = f"{len(found)} names, all of which an earlier group matches first; put it before them"
     if not found:
         why = f"no name; the nearest are {', '.join(map(repr, _nearest(group.match, names)))}"

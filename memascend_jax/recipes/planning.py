@@ -13,10 +13,12 @@ from pathlib import Path
 from memascend_jax.config import Config, store_paths
 from memascend_jax.errors import BudgetError
 from memascend_jax.memory.meter import memory_room, take_sample
-from memascend_jax.models.shapes import LlamaConfig, tensor_shapes
+from memascend_jax.models.adapters import model_tensors
+from memascend_jax.models.shapes import LlamaConfig
 from memascend_jax.optim.loss_scale import ScalePolicy, scale_policy
 from memascend_jax.optim.state_format import StateFormat, state_format
 from memascend_jax.recipes.checkpoint_space import checkpoint_consumers, checkpoint_space
+from memascend_jax.recipes.lora import adapters_of, check_lora_source
 from memascend_jax.recipes.parameter_groups import tensor_settings
 from memascend_jax.storage.device import block_device_bytes, resolve_paths
 from memascend_jax.storage.existing_path import nearest_existing
@@ -33,6 +35,7 @@ def plan_from_config(config: Config, *, device_is_host: bool = True) -> RunPlan:
 
     model = open_model(config)
     try:
+        check_lora_source(config, model.config, model.adapters)
         # Closed again: it is only looked at, and nothing is written.
         with closing(open_data(config, model, writes=False)) as data:
             n_examples = data.sequences
@@ -60,10 +63,12 @@ def plan_config(
 
     Raises:
         BudgetError: the run does not fit the memory it was given.
-        ConfigError: a parameter group decides about no parameter of the model, or nothing is trained.
+        ConfigError: a parameter group decides about no parameter of the model, or nothing is trained; an adapter is
+            for no layer, or larger than one.
     """
     # Here, because every command plans before it writes anything.
-    tensors = tensor_shapes(shape)
+    adapters = adapters_of(config.lora, shape)
+    tensors = model_tensors(shape, adapters)
     trained = tensor_settings(config.optimizer, tensors)
     choices = [replace(depths, tile_elements=tile_elements or depths.tile_elements) for depths in CHOICES]
     fmt, frozen = state_format_of(config), frozenset(tensor.name for tensor in tensors) - trained.keys()
@@ -83,6 +88,7 @@ def plan_config(
         disk_free_bytes=disk_free_bytes(store_paths(config)) if this_machine else None,
         choices=choices,
         frozen=frozen,
+        adapters=adapters,
         more=checkpoint_consumers(config),
         reserved_bytes=space.missing_bytes if space is not None and space.on_store_disk else 0,
         available_bytes=available_here() if this_machine else None,

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _TRAIN = "train"
 #: With one of these changed the same data gives other sequences.
 _SHAPES_DATA = ("data.", "train.seed", "model.config.vocab_size")
+_LORA = "lora."
 _SHOWN = 3
 
 
@@ -74,8 +75,10 @@ def check_settings(found: Found, config: Config) -> Found:
     """
     _check_format(found, config)
     _check_durability(found, config)
-    _check_frozen(found, config)
     changes = _without_growth(training_changes(found.state.config, config), found.state.config)
+    # Other adapters are other frozen parameters too: the keys say more than the tensors' names.
+    refuse_changes(found, config, [change for change in changes if change.key.startswith(_LORA)])
+    _check_frozen(found, config)
     refuse_changes(found, config, [change for change in changes if change.key not in CONTENT_KEYS])
     return replace(found, changes=tuple(changes))
 

@@ -85,6 +85,11 @@ def _resize_run(
 ) -> dict[str, Any]:
     run, where = run_of(old), ", ".join(old.paths)
     config = config_of(run)
+    if config.lora.rank:
+        raise ConfigError(
+            f"the run in the store {where} trains LoRA adapters (lora.rank={config.lora.rank}) beside a model that "
+            "stays as it is; nothing was changed. Merge them (memascend export RUN DIR --merge), and resize that model"
+        )
     is_random = config.model.source == RANDOM
     if is_random and tokens:
         raise ConfigError(

@@ -23,7 +23,7 @@ from memascend_jax.optim.format_conversion import (
     encode_tile,
     master_of,
 )
-from memascend_jax.optim.rounding import round_master, widen
+from memascend_jax.optim.rounding import join_master, round_master, widen
 from memascend_jax.optim.state_format import MASTER, RESIDUAL, Leaf
 from memascend_jax.training.model_layout import PARAMETER, ModelLayout, UpdatePiece
 from memascend_jax.training.placement import LoadedGroup, Placement
@@ -79,6 +79,20 @@ def restore_state(
         placement.write(tensor.name, start, restoring.parameters(tensor.name, start, n))
         if start + n == tensor.elements:
             on_tensor(tensor.name)
+
+
+def read_masters(
+    layout: ModelLayout, placement: Placement, tensor: str, start: int, n: int
+) -> NDArray[np.float32]:
+    """Returns elements of a tensor as exactly as they are known: its fp32 masters; of a frozen one the parameters."""
+    leaves = {
+        leaf.suffix: placement.read(tensor + leaf.suffix, start, n)
+        for leaf in layout.leaves_of(tensor)
+        if leaf.suffix in (MASTER, RESIDUAL)
+    }
+    if MASTER in leaves:
+        return widen(leaves[MASTER])
+    return join_master(layout.format, placement.read(tensor, start, n), leaves.get(RESIDUAL))
 
 
 class _Restoring:
