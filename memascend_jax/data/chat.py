@@ -93,7 +93,8 @@ class ChatTemplate:
             if message["role"] != "assistant":
                 continue
             before = self.render(messages[:index], add_generation_prompt=True, tools=tools)
-            after = self.render(messages[: index + 1], tools=tools)
+            is_last = index == len(messages) - 1
+            after = marked if is_last else self.render(messages[: index + 1], tools=tools)
             is_part = marked.startswith(after) and after.startswith(before)
             # Whitespace after the end token belongs to the template, not to the answer.
             ranges.append((len(before), len(after.rstrip())) if is_part else None)

@@ -72,7 +72,7 @@ class Dataset:
         """Returns about how many sequences a pass over all sources has, by the first chunks of streams."""
         held = self.train.parts if isinstance(self.train, Mixture) else [self.train]
         return sum(part.per_epoch or 0 for part in held) + sum(
-            len(stream.first_chunk().order) * stream.chunks_per_epoch for stream in self.streams
+            stream.estimated_per_epoch() for stream in self.streams
         )
 
     def preview(self, coder: Coder | None) -> Preview:

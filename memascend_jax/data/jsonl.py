@@ -145,11 +145,11 @@ class _NotJsonError(ValueError):
 
 def _json(line: bytes, offset: int) -> Any:
     if line[:2] in _UTF16:
-        raise _NotJsonError("UTF-16 text; write it as UTF-8: iconv -f utf-16 -t utf-8 OLD > NEW")
+        raise ValueError("UTF-16 text; write it as UTF-8: iconv -f utf-16 -t utf-8 OLD > NEW")
     try:
         return json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise _NotJsonError(
+        raise ValueError(
             f"not UTF-8 text (byte 0x{line[error.start]:02X} at byte {offset + error.start:,} of the file). If it is "
             "Latin-1, write it anew: iconv -f latin1 -t utf-8 OLD > NEW"
         ) from None

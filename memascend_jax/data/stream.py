@@ -104,6 +104,11 @@ class StreamedSequences:
     def chunks_per_epoch(self) -> int:
         return self._order.per_epoch
 
+    def estimated_per_epoch(self) -> int:
+        """Returns about how many sequences a pass has, by the first chunk."""
+        chunk = self.first_chunk()
+        return round(len(chunk.order) / self._order.share(chunk.number))
+
     def first_chunk(self) -> Chunk:
         """Returns the chunk at which the run begins, or goes on.
 

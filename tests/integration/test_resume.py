@@ -252,6 +252,43 @@ def test_other_contents_of_the_same_file_are_noticed_and_the_same_under_another_
         again("data.seq_len=32", steps=5)
 
 
+def test_streamed_sources_with_weights_go_on_exactly_and_what_changed_is_named(
+    tmp_path: Path, stop_after: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("memascend_jax.data.jsonl.BLOCK_BYTES", 200)
+    monkeypatch.setattr("memascend_jax.data.chunks.CHUNK_BYTES", 500)
+    config = hf_config()
+    model = write_folder(tmp_path / "model", config, random_tensors(config))
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text(
+            "".join(json.dumps({"text": f"{name} {number} of the data " * 3}) + "\n" for number in range(90))
+        )
+    sources = ", ".join(
+        f"{{path: {tmp_path / f'{n}.jsonl'}, weight: {w}}}" for n, w in (("a", 0.7), ("b", 0.3))
+    )
+    settings = (
+        *(f"model.source={model}", "model.config={}", "data.source=pydocs", f"data.sources=[{sources}]"),
+        *("data.stream=always", "data.seq_len=64", "train.eval_every=4"),
+    )
+    assert go(tmp_path / "whole", *settings, steps=9) == 0
+    stop_after(4, tmp_path / "run", "train.steps=9", *settings)
+    with TensorStore.open(
+        [tmp_path / "run" / "memascend.store"], read_only=True, direct_io="optional"
+    ) as store:
+        position = RunState.decode(store.run_state, "store").position
+    assert set(position) == {"0", "1"}
+    assert position["0"]["chunk"] > 0, "the run is not at the beginning of its data"
+    before = (tmp_path / "b.jsonl").read_text()
+    (tmp_path / "b.jsonl").write_text(before.replace("b 7 ", "b 77 "))
+    with pytest.raises(ConfigError, match=r"data\.sources \(.*b\.jsonl as it was") as refused:
+        go(tmp_path / "run", *settings, steps=9)
+    assert "a.jsonl as it was" not in str(refused.value)
+    (tmp_path / "b.jsonl").write_text(before)
+    assert go(tmp_path / "run", *settings, steps=9) == 0
+    check_same(tmp_path / "run", outcome(tmp_path / "whole"))
+    assert (tmp_path / "run" / "token_cache").is_dir()
+
+
 def test_a_state_that_does_not_fit_cannot_be_allowed(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     assert go(folder, "run.export=false", steps=1) == 0

@@ -32,6 +32,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """About a dozen chunks of several blocks."""
     monkeypatch.setattr("memascend_jax.data.jsonl.BLOCK_BYTES", 300)
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 2000)
+    monkeypatch.setattr(chunks, "FIRST_BYTES", 800)
     monkeypatch.setattr("memascend_jax.data.sequences.PERIOD", PERIOD)
 
 
@@ -90,7 +91,7 @@ def test_an_epoch_has_every_example_once_and_the_next_in_another_order(
     first = numbers(data, 0, end)
     assert Counter(first) == Counter(str(number) for number in range(EXAMPLES))
     assert data.streams[0].chunks_per_epoch >= 5
-    # The first chunk is from all over the file.
+    # The first chunks are from all over the file.
     assert np.ptp([int(number) for number in first[:30]]) > EXAMPLES / 2
     assert numbers(data, end, 10) != first[:10]
 
@@ -284,10 +285,12 @@ def test_the_same_examples_are_streamed_and_held_in_memory(
     tmp_path: Path, opened: list[Dataset], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 6000)
+    monkeypatch.setattr(chunks, "FIRST_BYTES", 3000)
     source = lines(tmp_path / "a.jsonl")
     held = stream(opened, source, stream="never")
     assert held.train.per_epoch is not None
     streamed = stream(opened, source)
     about = streamed.estimated_sequences()
-    assert about == pytest.approx(place_of_epoch(streamed, 1), rel=0.25)
+    # Chunks as small as these fill their sequences less evenly.
+    assert about == pytest.approx(place_of_epoch(streamed, 1), rel=0.5)
     assert Counter(numbers(held, 0, held.train.per_epoch)) == Counter(str(n) for n in range(EXAMPLES))

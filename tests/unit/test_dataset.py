@@ -213,6 +213,10 @@ def test_latin_1_is_named_by_its_byte_with_the_remedy(tmp_path: Path) -> None:
     path.write_bytes(b'{"text": "ok"}\n{"text": "caf\xe9"}\n')
     with pytest.raises(DataError, match=r"a\.jsonl:2: .*byte 0xE9 at byte 28 of the file.*iconv -f latin1"):
         build(str(path))
+    path.write_bytes(b'{"text": "caf\xe9"}\n')
+    with pytest.raises(DataError, match="1 wrong record of 1") as caught:
+        build(str(path))
+    assert "several lines" not in str(caught.value)
 
 
 def test_missing_file_is_refused(tmp_path: Path) -> None:
