@@ -20,9 +20,9 @@ from memascend_jax.checkpoints.gguf_tensors import read_rows, unpermuted
 from memascend_jax.checkpoints.gguf_tokenizer import special_id
 from memascend_jax.checkpoints.sampled_digest import sampled_digest
 from memascend_jax.checkpoints.source import PIECE_BYTES, CheckpointTensor
-from memascend_jax.checkpoints.tensor_faults import check_model_tensors
+from memascend_jax.checkpoints.tensor_faults import check_model_tensors, shape_of
 from memascend_jax.errors import DataError
-from memascend_jax.models.shapes import LlamaConfig, tensor_shapes
+from memascend_jax.models.shapes import tensor_shapes
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -53,7 +53,7 @@ class GgufCheckpoint:
                 self._header, path, self._parts.tensors, self._settings_tensor
             )
             self._family = FAMILIES[self._header.metadata["general.architecture"]]
-            self._shape = LlamaConfig.from_hf(self.config)
+            self._shape = shape_of(self.config, str(path))
             self._stored = self._named(self._family)
             check_model_tensors(self._stored, self._shape, str(path))
             self.tensors = {

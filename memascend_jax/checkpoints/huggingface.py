@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property, partial
 from itertools import chain
@@ -18,7 +19,7 @@ from memascend_jax.checkpoints.positioned_file import AHEAD_BYTES, read_ahead
 from memascend_jax.checkpoints.safetensors_file import SafetensorsFile, elements_of
 from memascend_jax.checkpoints.sampled_digest import sampled_digest
 from memascend_jax.checkpoints.source import PIECE_BYTES, CheckpointTensor
-from memascend_jax.checkpoints.tensor_faults import check_model_tensors
+from memascend_jax.checkpoints.tensor_faults import check_model_tensors, shape_of
 from memascend_jax.errors import DataError
 from memascend_jax.models.shapes import LlamaConfig, tensor_shapes
 
@@ -55,7 +56,7 @@ class HuggingFaceCheckpoint:
         shape = weights = None
         try:
             config = self._texts.config
-            shape = LlamaConfig.from_hf(config)
+            shape = shape_of(config, str(folder))
         except DataError as error:
             faults.append(str(error))
         try:
@@ -66,8 +67,8 @@ class HuggingFaceCheckpoint:
             if weights is not None:
                 weights.close()
             first, *more = (fault.removesuffix(".") for fault in faults)
-            same = f"cannot use the model folder '{folder}': "
-            raise DataError("; ".join([first, *(fault.removeprefix(same) for fault in more)]))
+            same = re.compile(rf"cannot use the model (?:in|folder) '{re.escape(str(folder))}': ")
+            raise DataError("; ".join([first, *(same.sub("", fault, count=1) for fault in more)]))
         return weights, shape, config
 
     def pieces(self, name: str, max_bytes: int = PIECE_BYTES) -> Iterator[tuple[int, NDArray[Any]]]:

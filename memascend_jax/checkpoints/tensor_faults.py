@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from memascend_jax.errors import DataError
 from memascend_jax.models.shapes import LM_HEAD_NAME, LlamaConfig, tensor_shapes
@@ -25,6 +25,19 @@ class Described(Protocol):
     def shape(self) -> tuple[int, ...]: ...
     @property
     def dtype(self) -> str: ...
+
+
+def shape_of(config: Mapping[str, Any], where: str) -> LlamaConfig:
+    """Returns the shape that the ``config.json`` of the model in ``where`` describes.
+
+    Raises:
+        DataError: it is not computed here, or impossible, with every reason.
+    """
+    try:
+        return LlamaConfig.from_hf(config)
+    except DataError as error:
+        reasons = str(error).removeprefix("cannot use this model config: ")
+        raise DataError(f"cannot use the model in '{where}': {reasons}") from error
 
 
 def check_model_tensors(

@@ -91,19 +91,24 @@ def test_bytes_of_any_kind_are_refused_or_right(tmp_path, content) -> None:
     check(tmp_path / "a", b"GGUF" + content)
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    config = hf_config(num_hidden_layers=1)
-    path = tmp_path_factory.mktemp("gguf") / "m.gguf"
-    write_gguf(path, config, random_tensors(config))
-    return path.read_bytes(), GgufHeader(PositionedFile(path)).end
+_WHOLE: list[tuple[bytes, int]] = []
+
+
+def whole(folder) -> tuple[bytes, int]:
+    """A model, made once, and where its header ends."""
+    if not _WHOLE:
+        config = hf_config(num_hidden_layers=1)
+        path = write_gguf(folder / "m.gguf", config, random_tensors(config))
+        _WHOLE.append((path.read_bytes(), GgufHeader(PositionedFile(path)).end))
+    return _WHOLE[0]
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(start=st.floats(0, 1), change=st.binary(min_size=1, max_size=8))
-def test_a_damaged_model_is_refused_or_whole(tmp_path, whole, start, change) -> None:
-    content, end = whole
-    at = int(start * end)
+def test_a_damaged_model_is_refused_or_whole(tmp_path, start, change) -> None:
+    content, end = whole(tmp_path)
+    # The first bytes say that it is a GGUF file, and not a store.
+    at = 4 + int(start * (end - 4))
     (tmp_path / "a").write_bytes(content[:at] + change + content[at + len(change) :])
     try:
         checkpoint = open_checkpoint(tmp_path / "a")
