@@ -93,11 +93,11 @@ class FolderWeights:
             else:
                 absent.append(f"'{name}' in {file}")
         twice = [f"'{name}' in {' and '.join(files)}" for name, files in places.items() if len(files) > 1]
-        left_out = [f"'{name}' in {files[0]}" for name, files in places.items() if name not in self.home]
+        # What the index leaves out is there all the same; whether the model has it is asked elsewhere.
+        self.home |= {name: files[0] for name, files in places.items() if name not in self.home}
         for what, found in (
             ("names tensors that are not there", absent),
             ("names other files than the tensors are in", moved),
-            ("leaves out tensors", left_out),
         ):
             if found:
                 self._faults.append(f"{INDEX} {what}: {_listed(found)}")

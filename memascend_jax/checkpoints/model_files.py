@@ -20,6 +20,8 @@ CHAT_TEMPLATE, SPECIAL_TOKENS, ADDED_TOKENS = (
     "special_tokens_map.json",
     "added_tokens.json",
 )
+#: Of settings and an index; the longest of real ones have a tenth of it.
+_MAX_JSON_BYTES = 64 << 20
 #: The weights in one file; and the index of several.
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 #: Files beside the weights that an exported folder has too, as they are: what a model is used with, and its licence.
@@ -88,11 +90,16 @@ class ModelFiles:
         """jinja2 source, or None."""
         text = self._read(CHAT_TEMPLATE)
         if text is not None:
-            return text.decode()
+            try:
+                return text.decode()
+            except UnicodeDecodeError as error:
+                raise self.fault(f"{CHAT_TEMPLATE} is not UTF-8 text (byte {error.start:,})") from error
         template = (self.json(TOKENIZER_CONFIG) or {}).get("chat_template")
         if isinstance(template, list):
-            named = [entry for entry in template if isinstance(entry, dict)]
-            template = {entry.get("name"): entry.get("template") for entry in named}.get("default")
+            named = (
+                entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"
+            )
+            template = next(named, {}).get("template")
         return template if isinstance(template, str) else None
 
     @cached_property
@@ -127,6 +134,8 @@ class ModelFiles:
         content = self._read(name)
         if content is None:
             return None
+        if len(content) > _MAX_JSON_BYTES:
+            raise self.fault(f"{name} has {len(content):,} bytes, which cannot be right")
         try:
             value = json.loads(content)
         except (ValueError, RecursionError) as error:

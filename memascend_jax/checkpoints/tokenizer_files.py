@@ -59,6 +59,8 @@ def read_tokenizer(files: ModelFiles) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     _add_named(tokenizer, files)
+    if (files.json(TOKENIZER_CONFIG) or {}).get("split_special_tokens") is True:
+        tokenizer.encode_special_tokens = True
     return tokenizer
 
 

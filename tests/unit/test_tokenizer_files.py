@@ -69,6 +69,22 @@ def test_tokens_that_are_named_beside_the_tokenizer_are_tokens(files):
     assert tokenizer.decode([ROWS, ROWS + 1]) == ""
 
 
+def test_special_tokens_are_split_where_the_settings_say_so():
+    split = tokenizer_of(tokenizer_config__json={"split_special_tokens": True})
+    assert len(tokenizer_of().encode("<|endoftext|>").ids) == 1 < len(split.encode("<|endoftext|>").ids)
+
+
+@pytest.mark.parametrize("template", [b"\xff\xfe", None])
+def test_a_template_that_is_no_text_is_refused_or_none(template):
+    named = [{"name": ["x"]}, {"name": "default", "template": 3}, "x"]
+    files = {"tokenizer_config.json": json.dumps({"chat_template": named}).encode()}
+    if template is None:
+        assert ModelFiles.of("here", files).chat_template is None
+        return
+    with pytest.raises(DataError, match=r"chat_template\.jinja is not UTF-8 text"):
+        _ = ModelFiles.of("here", {**files, "chat_template.jinja": template}).chat_template
+
+
 def test_a_token_with_another_id_than_it_was_given_is_refused():
     named = {"added_tokens_decoder": {"9": {"content": "<pad>", "special": True}}}
     with pytest.raises(DataError, match=rf"the token '<pad>' has the id 9 there, but would get {ROWS:,}"):
