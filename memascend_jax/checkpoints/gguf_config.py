@@ -39,6 +39,7 @@ _NUMBERS = (
     "final_logit_softcapping",
     "rope.dimension_count",
     "rope.freq_base",
+    "rope.freq_base_swa",
     "rope.scaling.factor",
     "rope.scaling.original_context_length",
     "vocab_size",
@@ -90,9 +91,12 @@ def config_from_gguf(
     head_dim = _head_dim(values)
     rotated = values.get("rope.dimension_count") or head_dim
     rope = rope_settings(values, rotated, read, str(path))
-    config = _common(found, values, head_dim) | _rope(rope) | _OF_FAMILY[family](values, head_dim)
     if head_dim and rotated != head_dim:
-        config["partial_rotary_factor"] = rotated / head_dim
+        rope["partial_rotary_factor"] = values["partial_rotary_factor"] = rotated / head_dim
+    values["rope"] = rope
+    config = _common(found, values, head_dim) | _rope(rope) | _OF_FAMILY[family](values, head_dim)
+    if "partial_rotary_factor" in values:
+        config["partial_rotary_factor"] = values["partial_rotary_factor"]
     return config
 
 
@@ -208,6 +212,7 @@ def _gemma2(values: Values, head_dim: int) -> Values:
 
 
 def _gemma3(values: Values, head_dim: int) -> Values:
+    local = {"rope_theta": values.get("rope.freq_base_swa", 10000.0), "rope_type": "default"}
     return {
         **_gemma(values, head_dim),
         "architectures": ["Gemma3ForCausalLM"],
@@ -215,7 +220,9 @@ def _gemma3(values: Values, head_dim: int) -> Values:
         "attn_logit_softcapping": values.get("attn_logit_softcapping"),
         "final_logit_softcapping": values.get("final_logit_softcapping"),
         "query_pre_attn_scalar": _query_scale(values, head_dim, largest=62),
-        "rope_local_base_freq": 10000.0,
+        "rope_local_base_freq": local["rope_theta"],
+        # Layers with a window have positions of their own, which are never scaled.
+        "rope_parameters": {"full_attention": values["rope"], "sliding_attention": local},
         "sliding_window": values.get("attention.sliding_window", 1024),
         "sliding_window_pattern": 6,
     }
