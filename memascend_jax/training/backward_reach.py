@@ -51,18 +51,19 @@ class BackwardReach:
 def staying_stages(
     layout: ModelLayout, capacity: Mapping[str, int], prefetch_depth: int
 ) -> frozenset[StageKey]:
-    """Returns the frozen stages that stay in memory between steps, where slots can be spared for them.
+    """Returns the stages that stay in memory between steps, where slots can be spared for them: what is frozen of them
+    is not read again, what is trained is asked for anew after each update.
 
-    A stage is frozen when all of it is. Those that read ahead keep their slots, unless all stages of the kind have one.
-    What the backward needs too is read twice in a step, and comes first.
+    Those that read ahead keep their slots, unless all stages of the kind have one. What the backward needs too is read
+    twice in a step, and comes first; then what is frozen as a whole.
     """
     reach = backward_reach(layout)
     chosen: list[StageKey] = []
     for kind, slots in capacity.items():
         keys = [key for key in layout.stage_parts if key.kind == kind]
-        frozen = [key for key in keys if not layout.trained_parts(key)]
+        frozen = [key for key in keys if len(layout.trained_parts(key)) < len(layout.stage_parts[key])]
         room = slots if slots >= len(keys) else slots - (prefetch_depth + 1)
-        frozen.sort(key=lambda key: (not reach.includes(key), key.index))
+        frozen.sort(key=lambda key: (not reach.includes(key), bool(layout.trained_parts(key)), key.index))
         chosen += frozen[: max(room, 0)]
     return frozenset(chosen)
 

@@ -74,7 +74,10 @@ class StreamedModel:
         self.reach = backward_reach(layout)
         self._training = training_sequence(layout.n_layers, layout.n_head_tiles, self.reach.lowest)
         self._forward = forward_sequence(layout.n_layers, layout.n_head_tiles)
-        self._staying = StayingStages(staying_stages(layout, capacity, prefetch_depth))
+        staying = staying_stages(layout, capacity, prefetch_depth)
+        changing = frozenset(key for key in staying if layout.trained_parts(key))
+        self._staying = StayingStages(staying, changing)
+        self._depth = prefetch_depth
         # Before the frozen stages that stay are in memory, and since.
         self._actions = {
             (kind, are_there): plan_actions(
@@ -160,7 +163,14 @@ class StreamedModel:
 
     def _prefetcher(self, kind: str, sequence: Sequence[StageKey]) -> Prefetcher:
         actions = self._actions[kind, self._staying.are_there]
-        return Prefetcher(self.placement, sequence, actions, self.before_stage, staying=self._staying)
+        return Prefetcher(
+            self.placement,
+            sequence,
+            actions,
+            self.before_stage,
+            staying=self._staying,
+            depth=self._depth,
+        )
 
     def _embed(
         self, micro_batches: Sequence[Microbatch], rows: BatchRows

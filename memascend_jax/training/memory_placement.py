@@ -171,5 +171,9 @@ class MemoryStage:
     def forget_arrays(self) -> None:
         self._arrays = None
 
+    def refresh(self) -> None:
+        self.forget_arrays()
+        self.version = self._owner.version
+
     def release(self) -> None:
         self.forget_arrays()

@@ -33,6 +33,12 @@ class LoadedStage(Protocol):
     def forget_arrays(self) -> None:
         """Lets go of the arrays, which on a device with memory of its own are copies; ``arrays`` makes new ones."""
 
+    def refresh(self) -> None:
+        """Asks anew for what an update changes; the rest stays as it is. Waits only for memory.
+
+        ``arrays`` then returns those of the current version.
+        """
+
     def release(self) -> None:
         """Gives the memory back; computations already dispatched on the arrays may still be reading it."""
 

@@ -18,13 +18,15 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class StayingStages:
-    """Frozen stages in memory: nothing changes them, so that one read serves the run.
+    """Stages that stay in memory: what is frozen of them nothing changes, so that one read serves the run.
 
     Attributes:
         keys: which stay, once they are ``loaded``.
+        changing: those of which something is trained, to be asked for anew after an update.
     """
 
     keys: frozenset[StageKey] = frozenset()
+    changing: frozenset[StageKey] = frozenset()
     loaded: dict[StageKey, LoadedStage] = field(default_factory=dict)
 
     @property
@@ -47,7 +49,8 @@ class Prefetcher:
 
     Args:
         before_use: called before each stage is used, so that it may hold up the computation.
-        staying: stages that stay when this is closed, and are there for the next one: frozen, so of no version.
+        staying: stages that stay when this is closed, and are there for the next one.
+        depth: uses ahead that a stage which stays is asked for anew.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class Prefetcher:
         before_use: Callable[[], None] = lambda: None,
         *,
         staying: StayingStages | None = None,
+        depth: int = 0,
     ) -> None:
         self._staying = StayingStages() if staying is None else staying
         self._before_use = before_use
@@ -66,6 +70,7 @@ class Prefetcher:
         self._actions = actions
         self._resident: dict[StageKey, LoadedStage] = {}
         self._position = 0
+        self._depth = depth
         self._carry_out(actions[0])
 
     def use(self, key: StageKey) -> dict[str, jax.Array]:
@@ -80,9 +85,10 @@ class Prefetcher:
         expected = self._sequence[self._position]
         if key != expected:
             raise RunError(f"stage {key} was used at position {self._position}, where {expected} is planned")
-        if key in self._staying.keys:
-            return self._staying.loaded[key].arrays()
-        loaded = self._resident[key]
+        stays = key in self._staying.keys
+        loaded = (self._staying.loaded if stays else self._resident)[key]
+        if stays and key not in self._staying.changing:
+            return loaded.arrays()
         if loaded.version != self._placement.version:
             raise RunError(
                 f"stage {key} holds parameters of version {loaded.version}, "
@@ -120,3 +126,7 @@ class Prefetcher:
             # A pass that was broken off may have left some of what stays.
             if key not in where:
                 where[key] = self._placement.load(key)
+        for key in self._sequence[self._position : self._position + self._depth + 1]:
+            stage = self._staying.loaded.get(key) if key in self._staying.changing else None
+            if stage is not None and stage.version != self._placement.version:
+                stage.refresh()

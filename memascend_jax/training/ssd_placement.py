@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -78,20 +78,23 @@ class SsdPlacement:
         )
 
     def load(self, key: StageKey) -> SsdStage:
-        parts = self._layout.stage_parts[key]
-        dtype = self._layout.format.param_dtype
+        return SsdStage(self, key.kind, self._layout.stage_parts[key])
+
+    def lease(self, kind: str, part: StagePart) -> Lease:
+        """Returns a slot for a part of a stage; waits for the computation that still reads it."""
+        nbytes = self._store.slot_bytes(math.prod(part.memory_shape), self._layout.format.param_dtype)
+        return self._pool.lease(part_class(kind, nbytes), label=part.tensor)
+
+    def begin_read(
+        self, parts: Sequence[StagePart], leases: Sequence[Lease]
+    ) -> tuple[Ticket, list[Reception]]:
+        """Starts reading parts, or asks the running update for them."""
         batch = self._store.batch()
-        leases: list[Lease] = []
-        for part in parts:
-            nbytes = self._store.slot_bytes(math.prod(part.memory_shape), dtype)
-            # Waiting here is waiting for the computation that still reads the slot.
-            lease = self._pool.lease(part_class(key.kind, nbytes), label=part.tensor)
-            leases.append(lease)
         readable, receptions = self._update.receive(parts, [lease.address for lease in leases])
         for part, lease, n_elements in zip(parts, leases, readable, strict=True):
             if n_elements:
                 batch.read(part.tensor, lease.address, part.start, n_elements)
-        return SsdStage(self, parts, leases, batch.submit(), receptions)
+        return batch.submit(), receptions
 
     def read_rows(self, tensor: str, rows: NDArray[np.int64], leaf: str = PARAMETER) -> NDArray[Any]:
         columns = self._layout.leaf_shape(tensor, leaf)[1]
@@ -234,20 +237,14 @@ class SsdPlacement:
 class SsdStage:
     """A stage being read into leased slots."""
 
-    def __init__(
-        self,
-        owner: SsdPlacement,
-        parts: tuple[StagePart, ...],
-        leases: list[Lease],
-        ticket: Ticket,
-        receptions: list[Reception],
-    ) -> None:
+    def __init__(self, owner: SsdPlacement, kind: str, parts: tuple[StagePart, ...]) -> None:
         self.version = owner.version
         self._owner = owner
+        self._kind = kind
         self._parts = parts
-        self._leases = leases
-        self._ticket: Ticket | None = ticket
-        self._receptions = receptions
+        self._leases = [owner.lease(kind, part) for part in parts]
+        self._ticket: Ticket | None
+        self._ticket, self._receptions = owner.begin_read(parts, self._leases)
         self._arrays: dict[str, jax.Array] | None = None
 
     def arrays(self) -> dict[str, jax.Array]:
@@ -267,6 +264,21 @@ class SsdStage:
 
     def forget_arrays(self) -> None:
         self._arrays = None
+
+    def refresh(self) -> None:
+        self._owner._update.cancel(self._receptions)
+        self._wait()
+        self._arrays = None
+        is_trained = self._owner._layout.is_trained
+        changing = [number for number, part in enumerate(self._parts) if is_trained(part.tensor)]
+        for number in changing:
+            # Another slot than the one that a computation may still be reading.
+            self._leases[number].release()
+            self._leases[number] = self._owner.lease(self._kind, self._parts[number])
+        self._ticket, self._receptions = self._owner.begin_read(
+            [self._parts[number] for number in changing], [self._leases[number] for number in changing]
+        )
+        self.version = self._owner.version
 
     def release(self) -> None:
         # The kernel may still be writing into the slots of a stage that was dropped unused.

@@ -76,6 +76,7 @@ def planned_bytes(run):
         round_up(part.n_elements * itemsize(layout.format.param_dtype), 4096)
         for key in staying
         for part in layout.stage_parts[key]
+        if not layout.is_trained(part.tensor)
     )
     assert staying == frozenset(run.session.model._staying.loaded)
     if layout.is_trained(EMBED_NAME):

@@ -219,6 +219,21 @@ def test_a_step_of_lora_writes_less_than_a_hundredth_of_full_fine_tuning() -> No
     assert abs(ratio / (everything.layout.n_trained / full.layout.n_trained) - 1) < 0.1
 
 
+def test_with_memory_for_the_layers_a_step_reads_rows_and_what_is_trained() -> None:
+    shape = LlamaConfig.from_hf(known_config("smollm2-135m"))
+    plan = plan_config(
+        load_config(
+            [], ["offload.placement=ssd", "offload.host_memory=2GiB", "lora.rank=16", "data.seq_len=64"]
+        ),
+        shape,
+        n_examples=0,
+        this_machine=False,
+    )
+    # Nothing of the model but 64 rows; state that stays is not read either.
+    assert plan.ssd_read_bytes_per_step < 64 * 8192 + 16 * plan.layout.n_trained
+    assert plan.capacity["layer"] == 30
+
+
 def test_what_an_adapter_is_loaded_beside_has_a_name(tmp_path) -> None:
     assert base_name("random") is None
     assert base_name("smollm2-135m") == "HuggingFaceTB/SmolLM2-135M-Instruct"
