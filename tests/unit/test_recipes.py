@@ -27,7 +27,7 @@ def header(name: str) -> list[str]:
     return [line.removeprefix("#   ") for line in block[1].splitlines()]
 
 
-@pytest.mark.parametrize("name", [*FULL, "smollm2_135m"])
+@pytest.mark.parametrize("name", [*FULL, "smollm2_135m", "smollm2_135m_lora"])
 def test_the_header_says_what_the_planner_says(name):
     """To make it so: ``memascend plan --config NAME --needs``."""
     said, planned = header(name), needs_lines(load_config([name]))
