@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random weights as Hugging Face initialises a Llama model: normal matrices, norms of one; and PEFT a LoRA adapter.
+"""Random weights as Hugging Face begins with: normal matrices, norms of one, biases of zero; PEFT a LoRA adapter.
 
 Each block of ``BLOCK`` elements has a random stream of its own, keyed by (seed, name) and counted by block,
 so that a tensor's values depend neither on the size of the pieces nor on the order of the tensors.
@@ -37,7 +37,9 @@ def random_pieces(
     for start in range(0, tensor.elements, step):
         count = min(step, tensor.elements - start)
         if len(tensor.shape) == 1:
-            yield start, np.ones(count, np.float32)
+            # Norms multiply by one at first, biases add nothing.
+            first = 0.0 if name.endswith(".bias") else 1.0 - config.norm_offset
+            yield start, np.full(count, first, np.float32)
         else:
             yield start, _normal(name, seed, start, count) * np.float32(config.initializer_range)
 

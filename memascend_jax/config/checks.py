@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from memascend_jax.config.faults import ELSEWHERE, nearest
 from memascend_jax.config.schema import Config, fields, section_types
 from memascend_jax.config.values import ALL
-from memascend_jax.models.hf_config import KNOWN_KEYS, config_faults
+from memascend_jax.models.hf_config import config_faults, known_keys
 from memascend_jax.models.shapes import LlamaConfig
 
 Finding = tuple[tuple[str, ...], str]
@@ -104,9 +104,12 @@ def _data(config: Config) -> Iterator[Finding]:
 
 def _random_model(config: Config) -> Iterator[Finding]:
     shape, seq_len = config.model.config, config.data.seq_len
-    for key in sorted(shape.keys() - KNOWN_KEYS):
-        close = nearest(key, sorted(KNOWN_KEYS))
-        hint = f"did you mean 'model.config.{close}'?" if close else "it is none of a Llama config.json"
+    known = known_keys(shape)
+    for key in sorted(shape.keys() - known):
+        close = nearest(key, sorted(known))
+        hint = (
+            f"did you mean 'model.config.{close}'?" if close else "it is none of such a model's config.json"
+        )
         yield (f"model.config.{key}",), f"unknown key 'model.config.{key}'; {hint}"
     faults = config_faults(shape)
     for fault in faults:

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from memascend_jax.models.attention import MASKED
-from memascend_jax.models.losses import make_tile
+from memascend_jax.models.attention import MASKED, Scoring
+from memascend_jax.models.losses import Tile
 from memascend_jax.models.matmul import Precision
 
 
@@ -30,21 +30,16 @@ def first_choice(batch: int) -> GreedyCarry:
     return GreedyCarry(jnp.full((batch,), -jnp.inf, jnp.float32), jnp.zeros((batch,), jnp.int32))
 
 
-def choose_in_tile(
-    carry: GreedyCarry, weight: Array, xn: Array, tile_start: Array, vocab_size: int, precision: Precision
-) -> GreedyCarry:
+def choose_in_tile(carry: GreedyCarry, tile: Tile, xn: Array, precision: Precision) -> GreedyCarry:
     """Returns the better of ``carry`` and the best entry of the tile; the lower index wins a tie.
 
-    Args:
-        weight: ``[rows, H]``, the table's rows from ``tile_start``.
-        xn: ``[B, 1, H]``, the normed last position of each sequence.
+    ``xn [B, 1, H]`` is the normed last position of each sequence.
     """
-    tile = make_tile(weight, tile_start, vocab_size)
     logits = tile.logits(xn[:, 0], precision)
     best = logits.argmax(axis=-1)
     logit = jnp.take_along_axis(logits, best[:, None], axis=-1)[:, 0]
     better = logit > carry.logit
-    token = (tile_start + best).astype(jnp.int32)
+    token = (tile.start + best).astype(jnp.int32)
     return GreedyCarry(jnp.where(better, logit, carry.logit), jnp.where(better, token, carry.token))
 
 
@@ -58,8 +53,17 @@ def store_in_cache(cache: Array, new: Array, start: Array) -> Array:
     return cache.at[jnp.arange(batch)[:, None], slots].set(new.astype(cache.dtype), mode="drop")
 
 
-def attend_cached(q: Array, cache_k: Array, cache_v: Array, start: Array, precision: Precision) -> Array:
+def attend_cached(
+    q: Array,
+    cache_k: Array,
+    cache_v: Array,
+    start: Array,
+    scoring: Scoring,
+    window: Array | int | None = None,
+) -> Array:
     """Returns attention of ``q [B, T, heads, D]``, at positions from ``start [B]``, over the cache's slots.
+
+    With a ``window`` a token sees that many slots at most, its own the last.
 
     The scores ``[B, heads, T, slots]`` exist at once: meant for prompts and single tokens, not training.
     """
@@ -67,9 +71,12 @@ def attend_cached(q: Array, cache_k: Array, cache_v: Array, start: Array, precis
     slots, kv_heads = cache_k.shape[1:3]
     rows = q.reshape(batch, steps, kv_heads, heads // kv_heads, dim).transpose(0, 2, 1, 3, 4)
     rows = rows.reshape(batch, kv_heads, -1, dim)
-    scores = precision.dot(rows, cache_k, (((3,), (3,)), ((0, 1), (0, 2)))) * dim**-0.5
+    precision = scoring.precision
+    scores = scoring.scores(rows, cache_k, (((3,), (3,)), ((0, 1), (0, 2))))
     positions = start[:, None] + jnp.arange(steps)
     seen = positions[:, :, None] >= jnp.arange(slots)
+    if window is not None:
+        seen &= positions[:, :, None] - jnp.arange(slots) < window
     scores = scores.reshape(batch, kv_heads, steps, heads // kv_heads, slots)
     scores = jnp.where(seen[:, None, :, None, :], scores, MASKED)
     weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The published shapes of well-known models, as much of their ``config.json`` as a plan needs.
 
-For planning only: nothing is fetched, and whether training knows the architecture is asked elsewhere.
+For planning only: nothing is fetched. Rope settings that change no size may be left out.
 Source: the ``config.json`` of each model's public repository; parameter counts are held to the published ones.
 """
 
@@ -51,6 +51,19 @@ def _llama31(
     return _shape("llama", *sizes, tied=tied, rope_theta=5e5, rope_scaling=rope, **more)
 
 
+def _mistral(hidden: int, inner: int, layers: int, vocab: int, positions: int, **more: Any) -> dict[str, Any]:
+    sizes = (hidden, inner, layers, 32, 8, vocab, positions)
+    return _shape("mistral", *sizes, rope_theta=1e6, sliding_window=None, **more)
+
+
+def _gemma(
+    model_type: str, hidden: int, inner: int, layers: int, heads: int, key_value_heads: int, **more: Any
+) -> dict[str, Any]:
+    vocab, positions = (256000, 8192) if model_type == "gemma2" else (262144, 32768)
+    sizes = (hidden, inner, layers, heads, key_value_heads, vocab, positions)
+    return _shape(model_type, *sizes, tied=True, **{"head_dim": 256, "sliding_window": 4096, **more})
+
+
 _SHAPES: dict[str, dict[str, Any]] = {
     "smollm2-135m": _shape("llama", 576, 1536, 30, 9, 3, 49152, 8192, tied=True, rope_theta=1e5),
     "smollm2-360m": _shape("llama", 960, 2560, 32, 15, 5, 49152, 8192, tied=True, rope_theta=1e5),
@@ -66,7 +79,10 @@ _SHAPES: dict[str, dict[str, Any]] = {
     "llama3.1-405b": _llama31(16384, 53248, 126, 128, factor=8.0),
     "llama3.2-1b": _llama31(2048, 8192, 16, 32, factor=32.0, tied=True, head_dim=64),
     "llama3.2-3b": _llama31(3072, 8192, 28, 24, factor=32.0, tied=True, head_dim=128),
-    "mistral-7b": _shape("mistral", 4096, 14336, 32, 32, 8, 32768, 32768, rope_theta=1e6),
+    "smollm3-3b": _shape("smollm3", 2048, 11008, 36, 16, 4, 128256, 65536, tied=True, rope_theta=5e6),
+    "mistral-7b": _mistral(4096, 14336, 32, 32768, 32768),
+    "mistral-nemo-12b": _mistral(5120, 14336, 40, 131072, 131072, head_dim=128),
+    "mistral-small-24b": _mistral(5120, 32768, 40, 131072, 32768, head_dim=128),
     "qwen2.5-0.5b": _shape("qwen2", 896, 4864, 24, 14, 2, 151936, 32768, tied=True, rope_theta=1e6),
     "qwen2.5-1.5b": _shape("qwen2", 1536, 8960, 28, 12, 2, 151936, 32768, tied=True, rope_theta=1e6),
     "qwen2.5-3b": _shape("qwen2", 2048, 11008, 36, 16, 2, 151936, 32768, tied=True, rope_theta=1e6),
@@ -80,6 +96,15 @@ _SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-8b": _shape("qwen3", 4096, 12288, 36, 32, 8, 151936, 40960, head_dim=128),
     "qwen3-14b": _shape("qwen3", 5120, 17408, 40, 40, 8, 151936, 40960, head_dim=128),
     "qwen3-32b": _shape("qwen3", 5120, 25600, 64, 64, 8, 151936, 40960, head_dim=128),
+    "gemma2-2b": _gemma("gemma2", 2304, 9216, 26, 8, 4),
+    "gemma2-9b": _gemma("gemma2", 3584, 14336, 42, 16, 8),
+    "gemma2-27b": _gemma("gemma2", 4608, 36864, 46, 32, 16, head_dim=128, query_pre_attn_scalar=144),
+    "gemma3-270m": _gemma("gemma3_text", 640, 2048, 18, 4, 1, sliding_window=512),
+    "gemma3-1b": _gemma("gemma3_text", 1152, 6912, 26, 4, 1, sliding_window=512),
+    "phi3-mini-4k": _shape("phi3", 3072, 8192, 32, 32, 32, 32064, 4096, sliding_window=2047),
+    "phi3-medium-4k": _shape("phi3", 5120, 17920, 40, 40, 10, 32064, 4096, sliding_window=2047),
+    "phi4-mini": _shape("phi3", 3072, 8192, 32, 24, 8, 200064, 131072, tied=True, partial_rotary_factor=0.75),
+    "phi4-14b": _shape("phi3", 5120, 17920, 40, 40, 10, 100352, 16384, rope_theta=2.5e5),
 }
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Llama model cut into stages: plain functions of arrays, to be jitted by the caller.
+"""A model cut into stages: plain functions of arrays, to be jitted by the caller.
 
-Each function is pure and has one executable per set of shapes; every layer shares the same one. None
-holds parameters: they stream past as arguments, in the dtype they are stored in.
+Each function is pure and has one executable per set of shapes; every layer shares the same one, layers of other kinds
+(``ModelConfig.kinds``) too. None holds parameters: they stream past as arguments, in the dtype they are stored in.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from jax import Array
 from memascend_jax.models import generate, losses
 from memascend_jax.models.adapters import Adapters, adapter_shapes
 from memascend_jax.models.generate import GreedyCarry
+from memascend_jax.models.layer_kinds import kind_number
 from memascend_jax.models.llama_layer import DecoderLayer, add_adapters, rms_norm
 from memascend_jax.models.losses import HeadCarry
 from memascend_jax.models.matmul import Precision, plan_precision
-from memascend_jax.models.shapes import LlamaConfig, layer_shapes
+from memascend_jax.models.model_config import ModelConfig
+from memascend_jax.models.shapes import layer_shapes
 
 #: A layer's parameters or gradients by local name, such as ``self_attn.q_proj.weight``.
 LayerArrays = dict[str, Array]
@@ -43,7 +45,7 @@ class LlamaStages:
 
     def __init__(
         self,
-        config: LlamaConfig,
+        config: ModelConfig,
         compute_dtype: str,
         *,
         attention_chunk: int = 64,
@@ -73,23 +75,45 @@ class LlamaStages:
             rows: ``[U, H]``, the distinct rows of the table that the batch uses; unused ones may follow.
             inverse: int32 ``[B, S]``, which of the rows each token is.
         """
-        return self.precision.round(rows[inverse])
+        chosen = rows[inverse]
+        if self.config.embedding_scale != 1.0:
+            chosen = self.precision.round(chosen).astype(jnp.float32) * self._embedding_scale()
+        return self.precision.round(chosen)
 
     def embed_backward(self, dx: Array, inverse: Array, acc: Array) -> Array:
-        """Returns float32 ``acc [U, H]`` plus each row's sum of ``dx`` over its tokens."""
-        return acc.at[inverse].add(dx.astype(jnp.float32))
+        """Returns float32 ``acc [U, H]`` plus each row's sum over its tokens of ``dx``, scaled as embeddings are."""
+        wide = dx.astype(jnp.float32)
+        if self.config.embedding_scale != 1.0:
+            wide = wide * self._embedding_scale()
+        return acc.at[inverse].add(wide)
+
+    def _embedding_scale(self) -> Array:
+        """As Hugging Face has it: rounded to the type of the embeddings."""
+        return jnp.asarray(self.config.embedding_scale, self.compute_dtype).astype(jnp.float32)
 
     # Layer
 
-    def layer(self, params: LayerArrays, x: Array, positions: Array, segments: Array) -> Array:
+    def kind_number(self, layer: int) -> int | None:
+        """Returns what ``kind`` says of ``layer`` to the functions below; None, for all, where layers are alike."""
+        return kind_number(self.config, layer)
+
+    def layer(
+        self,
+        params: LayerArrays,
+        x: Array,
+        positions: Array,
+        segments: Array,
+        kind: Array | None = None,
+    ) -> Array:
         """Returns the layer's output for ``x``.
 
         Args:
             params: the layer's arrays by local name, ``[out, in]``, in any float dtype.
             positions: int32 ``[B, S]``, rotary positions.
             segments: int32 ``[B, S]``; attention stays inside equal segments, 0 marks padding.
+            kind: int32 scalar, traced: ``kind_number`` of the layer.
         """
-        out: Array = self._module(params)(x, positions, segments)
+        out: Array = self._module(params)(x, positions, segments, kind)
         return out
 
     def layer_backward(
@@ -100,6 +124,7 @@ class LlamaStages:
         positions: Array,
         segments: Array,
         trained: Collection[str] | None = None,
+        kind: Array | None = None,
     ) -> tuple[Array, LayerArrays]:
         """Returns ``(dx, grads)`` of the layer at ``x``, which it computes again; ``grads`` are float32.
 
@@ -108,7 +133,7 @@ class LlamaStages:
         """
         names = params if trained is None else trained
         wide = {name: self.precision.round(params[name]).astype(jnp.float32) for name in names}
-        _, pull = jax.vjp(lambda p, h: self.layer({**params, **p}, h, positions, segments), wide, x)
+        _, pull = jax.vjp(lambda p, h: self.layer({**params, **p}, h, positions, segments, kind), wide, x)
         grads, dx = pull(dy)
         return dx, grads
 
@@ -116,7 +141,7 @@ class LlamaStages:
 
     def head_norm(self, norm_weight: Array, x: Array) -> Array:
         """Returns the final norm of ``x``, in the compute dtype."""
-        return self.precision.round(rms_norm(x, norm_weight, self.config.rms_norm_eps))
+        return self.precision.round(self._final_norm(x, norm_weight))
 
     def head_carry(self, batch: int, seq: int) -> HeadCarry:
         """Returns the carry that ``head_logsumexp`` starts from."""
@@ -133,7 +158,7 @@ class LlamaStages:
             labels: int32 ``[B, S]``, the vocabulary entry that each token predicts.
             tile_start: int32 scalar, traced: every tile shares one executable.
         """
-        tile = losses.make_tile(w_tile, tile_start, self.config.vocab_size)
+        tile = self._tile(w_tile, tile_start)
         return losses.add_tile(carry, tile, xn, labels, self.precision)
 
     def head_loss(self, carry: HeadCarry, weights: Array) -> Array:
@@ -158,28 +183,40 @@ class LlamaStages:
             scale: float32 scalar, the derivative of the objective by ``head_loss``, such as 1 / tokens.
             dxn_acc: float32 ``[B, S, H]``, zeros before the first tile.
         """
-        tile = losses.make_tile(w_tile, tile_start, self.config.vocab_size)
+        tile = self._tile(w_tile, tile_start)
         dxn, dweight = losses.tile_gradients(carry, tile, xn, labels, weights * scale, self.precision)
         return dxn_acc + dxn, dweight
 
     def head_finish(self, norm_weight: Array, x: Array, dxn: Array) -> tuple[Array, Array]:
         """Returns ``(dx, dnorm_weight)`` from the float32 ``dxn`` summed over every tile."""
         wide = norm_weight.astype(jnp.float32)
-        _, pull = jax.vjp(lambda w, h: rms_norm(h, w, self.config.rms_norm_eps), wide, x)
+        _, pull = jax.vjp(lambda w, h: self._final_norm(h, w), wide, x)
         dweight, dx = pull(dxn)
         return dx, dweight
+
+    def _final_norm(self, x: Array, weight: Array) -> Array:
+        return rms_norm(x, weight, self.config.rms_norm_eps, self.config.norm_offset)
+
+    def _tile(self, weight: Array, start: Array) -> losses.Tile:
+        return losses.make_tile(weight, start, self.config.vocab_size, self.config.logit_soft_cap)
 
     # Decoding
 
     def layer_cached(
-        self, params: LayerArrays, x: Array, cache_k: Array, cache_v: Array, start: Array
+        self,
+        params: LayerArrays,
+        x: Array,
+        cache_k: Array,
+        cache_v: Array,
+        start: Array,
+        kind: Array | None = None,
     ) -> tuple[Array, Array, Array]:
         """Returns ``(x, cache_k, cache_v)`` of the layer for ``x [B, T, H]`` at positions from ``start [B]``.
 
         Prefill: ``start`` zero, ``T`` the longest prompt, shorter ones padded on the right. Decode: ``T`` 1,
         ``start`` the length of each sequence so far. The caches are ``[B, slots, kv_heads, D]``.
         """
-        done: tuple[Array, Array, Array] = self._module(params).cached(x, cache_k, cache_v, start)
+        done: tuple[Array, Array, Array] = self._module(params).cached(x, cache_k, cache_v, start, kind)
         return done
 
     def head_choice(self, batch: int) -> GreedyCarry:
@@ -190,8 +227,7 @@ class LlamaStages:
         self, carry: GreedyCarry, w_tile: Array, xn_last: Array, tile_start: Array
     ) -> GreedyCarry:
         """Returns the greedy choice with one tile of the table taken in; ``xn_last`` is ``[B, 1, H]``."""
-        vocab = self.config.vocab_size
-        return generate.choose_in_tile(carry, w_tile, xn_last, tile_start, vocab, self.precision)
+        return generate.choose_in_tile(carry, self._tile(w_tile, tile_start), xn_last, self.precision)
 
     def _module(self, params: LayerArrays) -> Any:
         """The layer with ``params`` in it: exists while tracing only."""

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from memascend_jax.models.matmul import DotDims, Precision
+from memascend_jax.models.soft_cap import soft_cap_slope, soft_capped
 
 #: Bounds the float32 logits that exist at a time.
 CHUNK_BYTES = 8 << 20
@@ -37,16 +38,22 @@ class HeadCarry(NamedTuple):
     label_logit: Array
 
 
-class _Tile(NamedTuple):
-    """A tile ``weight [rows, H]`` of the table, whose first row is vocabulary entry ``start``."""
+class Tile(NamedTuple):
+    """A tile ``weight [rows, H]`` of the table, whose first row is vocabulary entry ``start``.
+
+    With a ``soft_cap`` logits are ``soft_cap * tanh(product / soft_cap)``.
+    """
 
     weight: Array
     start: Array
     vocab_size: int
+    soft_cap: float | None
 
     def logits(self, xn: Array, precision: Precision) -> Array:
         """Float32 ``[tokens, rows]``; -inf at the rows that pad the last tile."""
         logits = precision.dot(xn, self.weight, _BY_HIDDEN)
+        if self.soft_cap is not None:
+            logits = soft_capped(logits, self.soft_cap)
         return jnp.where(self.valid(), logits, -jnp.inf) if self.padded else logits
 
     @property
@@ -58,9 +65,9 @@ class _Tile(NamedTuple):
         return self.start + jnp.arange(self.weight.shape[0]) < self.vocab_size
 
 
-def make_tile(weight: Array, start: Array, vocab_size: int) -> _Tile:
+def make_tile(weight: Array, start: Array, vocab_size: int, soft_cap: float | None = None) -> Tile:
     """Returns the tile with the rows beyond the vocabulary zeroed, for they may hold anything, nan too."""
-    tile = _Tile(weight, start, vocab_size)
+    tile = Tile(weight, start, vocab_size, soft_cap)
     if not tile.padded:
         return tile
     return tile._replace(weight=jnp.where(tile.valid()[:, None], weight, jnp.zeros((), weight.dtype)))
@@ -72,7 +79,7 @@ def first_carry(batch: int, seq: int) -> HeadCarry:
     return HeadCarry(jnp.full((batch, seq), -jnp.inf, jnp.float32), zeros, zeros)
 
 
-def add_tile(carry: HeadCarry, tile: _Tile, xn: Array, labels: Array, precision: Precision) -> HeadCarry:
+def add_tile(carry: HeadCarry, tile: Tile, xn: Array, labels: Array, precision: Precision) -> HeadCarry:
     """Returns the carry with ``tile`` taken in; ``xn [B, S, H]`` is the normed output of the last layer."""
     chunk = _chunk_tokens(tile, labels.size)
 
@@ -99,7 +106,7 @@ def logsumexp(carry: HeadCarry) -> Array:
 
 
 def tile_gradients(
-    carry: HeadCarry, tile: _Tile, xn: Array, labels: Array, token_scale: Array, precision: Precision
+    carry: HeadCarry, tile: Tile, xn: Array, labels: Array, token_scale: Array, precision: Precision
 ) -> tuple[Array, Array]:
     """Returns the float32 ``(dxn [B, S, H], dweight [rows, H])`` that ``tile`` contributes.
 
@@ -111,8 +118,13 @@ def tile_gradients(
 
     def one_chunk(dweight: Array, part: tuple[Array, ...]) -> tuple[Array, Array]:
         x, label, normaliser, scale = part
-        probability = jnp.exp(tile.logits(x, precision) - normaliser[:, None])
+        logits = tile.logits(x, precision)
+        probability = jnp.exp(logits - normaliser[:, None])
         dlogits = (probability - _is_label(tile, label)) * scale[:, None]
+        if tile.soft_cap is not None:
+            # Rows that pad the last tile have no gradient, and -inf no slope.
+            slope = soft_cap_slope(logits, tile.soft_cap)
+            dlogits = jnp.where(tile.valid(), dlogits * slope, 0.0)
         return dweight + precision.dot(dlogits, x, _BY_TOKENS), precision.dot(
             dlogits, tile.weight, _BY_VOCABULARY
         )
@@ -122,11 +134,11 @@ def tile_gradients(
     return _unchunk(dxn, labels.shape), dweight
 
 
-def _is_label(tile: _Tile, labels: Array) -> Array:
+def _is_label(tile: Tile, labels: Array) -> Array:
     return labels[:, None] == tile.start + jnp.arange(tile.weight.shape[0])
 
 
-def _chunk_tokens(tile: _Tile, tokens: int) -> int:
+def _chunk_tokens(tile: Tile, tokens: int) -> int:
     """The tokens whose logits exist at a time: at least 16, for fewer make the products slow."""
     limit = max(16, CHUNK_BYTES // (4 * tile.weight.shape[0]))
     return -(-tokens // -(-tokens // limit))

@@ -153,3 +153,28 @@ def _linear_backward(precision: Precision, saved: tuple[Array, Array], dy: Array
 
 
 linear.defvjp(_linear_forward, _linear_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def biased_linear(x: Array, weight: Array, bias: Array, precision: Precision) -> Array:
+    """Returns ``x @ weight.T + bias`` in the compute dtype, rounded once; gradients are as ``linear``'s."""
+    return _biased_forward(x, weight, bias, precision)[0]
+
+
+def _biased_forward(
+    x: Array, weight: Array, bias: Array, precision: Precision
+) -> tuple[Array, tuple[Array, Array, Array]]:
+    product = precision.dot(x, weight, (((x.ndim - 1,), (1,)), ((), ())))
+    return precision.round(product + precision.round(bias).astype(jnp.float32)), (x, weight, bias)
+
+
+def _biased_backward(
+    precision: Precision, saved: tuple[Array, Array, Array], dy: Array
+) -> tuple[Array, Array, Array]:
+    x, weight, bias = saved
+    dx, dweight = _linear_backward(precision, (x, weight), dy)
+    dbias = dy.astype(jnp.float32).sum(axis=tuple(range(dy.ndim - 1)))
+    return dx, dweight, dbias.astype(bias.dtype)
+
+
+biased_linear.defvjp(_biased_forward, _biased_backward)

@@ -9,15 +9,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 from memascend_jax.errors import DataError
+from memascend_jax.models.model_config import ModelConfig
 from memascend_jax.units import counted
 
 EMBED_NAME = "model.embed_tokens.weight"
 NORM_NAME = "model.norm.weight"
 LM_HEAD_NAME = "lm_head.weight"
 _SHOWN_FAULTS = 8
+
+#: The name that it had when it knew one architecture.
+LlamaConfig = ModelConfig
+#: Shapes of a layer's tensors by their local names.
+LayerShapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,51 +38,7 @@ class TensorShape:
         return prod(self.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class LlamaConfig:
-    """The shape of a Llama model, with the key names of Hugging Face's ``LlamaConfig``.
-
-    ``layer_tensors`` are the tensors of a layer, by local name, where they are not Llama's: such a shape can be
-    planned, and never comes from ``from_hf``.
-    """
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    max_position_embeddings: int
-    rms_norm_eps: float
-    rope_theta: float
-    tie_word_embeddings: bool
-    initializer_range: float
-    bos_token_id: int | None
-    eos_token_id: int | tuple[int, ...] | None
-    pad_token_id: int | None
-    layer_tensors: tuple[tuple[str, tuple[int, ...]], ...] = ()
-
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> LlamaConfig:
-        """Returns the shape that a ``config.json`` describes; a key it leaves out has Hugging Face's default.
-
-        Raises:
-            DataError: an architecture, rope type or option that this model does not compute, a missing
-                or impossible size; every fault found is listed.
-        """
-        from memascend_jax.models.hf_config import read_llama_config
-
-        return read_llama_config(config)
-
-    def to_hf(self) -> dict[str, Any]:
-        """Returns the ``config.json`` of this shape, without a dtype."""
-        from memascend_jax.models.hf_config import write_llama_config
-
-        return write_llama_config(self)
-
-
-def tensor_shapes(config: LlamaConfig) -> list[TensorShape]:
+def tensor_shapes(config: ModelConfig) -> list[TensorShape]:
     """Returns every parameter in forward order: the embedding, the layers, the final norm and the head.
 
     A tied model has no ``lm_head.weight``: its head multiplies by ``model.embed_tokens.weight``.
@@ -95,24 +56,48 @@ def tensor_shapes(config: LlamaConfig) -> list[TensorShape]:
     return shapes
 
 
-def layer_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+def layer_shapes(config: ModelConfig) -> LayerShapes:
     """Returns the shapes of one layer's tensors by their local names, in the order of their use."""
     if config.layer_tensors:
         return dict(config.layer_tensors)
-    hidden, inner = config.hidden_size, config.intermediate_size
-    queries = config.num_attention_heads * config.head_dim
-    keys = config.num_key_value_heads * config.head_dim
+    norm = (config.hidden_size,)
+    after = {"post_feedforward_layernorm.weight": norm} if config.sandwich_norms else {}
+    before = {"pre_feedforward_layernorm.weight": norm} if config.sandwich_norms else {}
     return {
-        "input_layernorm.weight": (hidden,),
-        "self_attn.q_proj.weight": (queries, hidden),
-        "self_attn.k_proj.weight": (keys, hidden),
-        "self_attn.v_proj.weight": (keys, hidden),
-        "self_attn.o_proj.weight": (hidden, queries),
-        "post_attention_layernorm.weight": (hidden,),
-        "mlp.gate_proj.weight": (inner, hidden),
-        "mlp.up_proj.weight": (inner, hidden),
-        "mlp.down_proj.weight": (hidden, inner),
+        "input_layernorm.weight": norm,
+        **_attention_shapes(config),
+        "post_attention_layernorm.weight": norm,
+        **before,
+        **_mlp_shapes(config),
+        **after,
     }
+
+
+def _attention_shapes(config: ModelConfig) -> LayerShapes:
+    hidden, queries, keys = config.hidden_size, config.query_size, config.key_size
+    rows = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+    if config.fused_qkv:
+        rows = {"qkv_proj": queries + 2 * keys}
+    shapes: LayerShapes = {}
+    for name, size in rows.items():
+        shapes |= _linear(f"self_attn.{name}", (size, hidden), bias=config.qkv_bias)
+    if config.qk_norm:
+        shapes |= {f"self_attn.{name}_norm.weight": (config.head_dim,) for name in "qk"}
+    return shapes | _linear("self_attn.o_proj", (hidden, queries), bias=config.output_bias)
+
+
+def _mlp_shapes(config: ModelConfig) -> LayerShapes:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    rows = {"gate_up_proj": 2 * inner} if config.fused_gate_up else {"gate_proj": inner, "up_proj": inner}
+    shapes: LayerShapes = {}
+    for name, size in rows.items():
+        shapes |= _linear(f"mlp.{name}", (size, hidden), bias=config.mlp_bias)
+    return shapes | _linear("mlp.down_proj", (hidden, inner), bias=config.mlp_bias)
+
+
+def _linear(name: str, shape: tuple[int, int], *, bias: bool) -> LayerShapes:
+    weight: LayerShapes = {f"{name}.weight": shape}
+    return weight | {f"{name}.bias": shape[:1]} if bias else weight
 
 
 def layer_tensor_name(index: int, local_name: str) -> str:
@@ -120,22 +105,22 @@ def layer_tensor_name(index: int, local_name: str) -> str:
     return f"model.layers.{index}.{local_name}"
 
 
-def stage_names(config: LlamaConfig) -> list[str]:
+def stage_names(config: ModelConfig) -> list[str]:
     """Returns the stages in forward order: ``embed``, ``layer.0``, …, ``head``."""
     return ["embed", *(f"layer.{index}" for index in range(config.num_hidden_layers)), "head"]
 
 
-def head_weight_name(config: LlamaConfig) -> str:
+def head_weight_name(config: ModelConfig) -> str:
     """Returns the name of the table that the head multiplies by: the embedding's when tied."""
     return EMBED_NAME if config.tie_word_embeddings else LM_HEAD_NAME
 
 
-def parameter_count(config: LlamaConfig) -> int:
+def parameter_count(config: ModelConfig) -> int:
     """Returns the number of trained elements, a tied table counted once."""
     return sum(tensor.elements for tensor in tensor_shapes(config))
 
 
-def check_tensors(found: Mapping[str, tuple[int, ...]], config: LlamaConfig, source: str) -> None:
+def check_tensors(found: Mapping[str, tuple[int, ...]], config: ModelConfig, source: str) -> None:
     """Returns when ``found`` holds every tensor of the model in its shape.
 
     Raises:

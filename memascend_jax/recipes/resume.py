@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from memascend_jax.config import CONTENT_KEYS, Change, Config, not_allowed, to_dict, training_changes
@@ -147,10 +147,7 @@ def check_scratch(found: Found, needed_bytes: int) -> None:
 
 def content_digests(shape: LlamaConfig, data: Dataset) -> dict[str, str]:
     """Returns digests of the model's shape, and of the tokens that are trained and held out."""
-    # A field that a later version adds has its default in every model that this version knows.
-    known = {field.name: field.default for field in fields(shape)}
-    used = {name: value for name, value in asdict(shape).items() if value != known[name]}
-    text = json.dumps(used, sort_keys=True)
+    text = json.dumps(shape.identity(), sort_keys=True)
     digests = {"model": hashlib.sha256(text.encode()).hexdigest()}
     for name, digest in data.train.digests().items():
         digests[f"{_TRAIN}:{name}" if name else _TRAIN] = digest

@@ -174,6 +174,7 @@ class Backward:
                 batch.segments,
                 accumulated,
                 self.squares[number],
+                self.functions.kinds[key.index],
             )
             static = {"trained": trained, "last": number == len(self.batches) - 1}
             if passes:

@@ -196,9 +196,9 @@ class StreamedModel:
     def _layer_forward(
         self, stages: Prefetcher, index: int, batches: list[DeviceBatch], xs: list[jax.Array]
     ) -> list[jax.Array]:
-        params = stages.use(StageKey(LAYER, index))
+        params, kind = stages.use(StageKey(LAYER, index)), self.functions.kinds[index]
         outputs = [
-            self.functions.layer(params, x, batch.positions, batch.segments)
+            self.functions.layer(params, x, batch.positions, batch.segments, kind)
             for x, batch in zip(xs, batches, strict=True)
         ]
         del params

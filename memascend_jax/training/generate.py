@@ -82,7 +82,7 @@ def _next_tokens(
         for layer in range(model.layout.n_layers):
             params = stages.use(StageKey(LAYER, layer))
             x, cache.keys[layer], cache.values[layer] = functions.layer_cached(
-                params, x, cache.keys[layer], cache.values[layer], start
+                params, x, cache.keys[layer], cache.values[layer], start, functions.kinds[layer]
             )
             del params
             stages.advance()

@@ -102,7 +102,8 @@ def _compile_layer(
     params = {part.local_name: functions.shape(part.memory_shape, dtype) for part in parts}
     x = functions.shape((*micro_batch, layout.config.hidden_size), functions.compute_dtype)
     index = functions.shape(micro_batch, jnp.int32)
-    _compile(functions.layer, params, x, index, index)
+    kind = None if functions.kinds[0] is None else functions.shape((), jnp.int32)
+    _compile(functions.layer, params, x, index, index, kind)
     sums = {name: functions.shape(value.shape, jnp.float32) for name, value in params.items()}
     # What is summed so far: none before the first micro-batch; the last one rounds.
     calls: list[tuple[bool, bool]] = (
@@ -115,7 +116,9 @@ def _compile_layer(
         function = functions.layer_backward if passes else functions.lowest_layer_backward
         for has_sums, last in calls if trained else [(False, last) for last in {last for _, last in calls}]:
             accumulated = {name: sums[name] for name in trained} if has_sums else None
-            _compile(function, params, x, x, index, index, accumulated, square, trained=trained, last=last)
+            _compile(
+                function, params, x, x, index, index, accumulated, square, kind, trained=trained, last=last
+            )
 
 
 def _kinds_of_layers(layout: ModelLayout) -> set[tuple[tuple[str, ...], bool]]:

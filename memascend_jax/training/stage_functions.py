@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import SingleDeviceSharding
 from numpy.typing import NDArray
 
@@ -32,6 +33,11 @@ class StageFunctions:
         self.sharding = SingleDeviceSharding(device or jax.local_devices()[0])
         self.compute_dtype = stages.compute_dtype
         self._grad_dtype = jnp.dtype(grad_dtype)
+        #: The kind of each layer, for the functions of layers; None where all are alike.
+        self.kinds = [
+            None if kind is None else self.put(np.asarray(kind, np.int32))
+            for kind in map(stages.kind_number, range(stages.config.num_hidden_layers))
+        ]
         self.embed = jax.jit(stages.embed)
         self.embed_backward = jax.jit(stages.embed_backward, donate_argnums=2)
         self.layer = jax.jit(stages.layer)
@@ -90,12 +96,13 @@ class StageFunctions:
         segments: jax.Array,
         accumulated: Arrays | None,
         square: jax.Array | None = None,
+        kind: jax.Array | None = None,
         *,
         trained: tuple[str, ...],
         last: bool,
     ) -> tuple[jax.Array, Any, jax.Array | None]:
         """Returns ``dx`` and the gradients of what is trained, as ``_summed`` does, and ``square``."""
-        dx, grads = self._stages.layer_backward(params, x, dy, positions, segments, trained)
+        dx, grads = self._stages.layer_backward(params, x, dy, positions, segments, trained, kind)
         return dx, *self._summed(grads, accumulated, square, last=last)
 
     def _lowest_layer_backward(self, *args: Any, **static: Any) -> tuple[Any, jax.Array | None]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from memascend_jax.models.model_config import LayerKind
 from memascend_jax.training.backward_reach import backward_reach
 from memascend_jax.training.model_layout import ModelLayout
 from memascend_jax.training.plan import RunPlan
@@ -95,9 +96,10 @@ def _phases(plan: RunPlan) -> Iterator[tuple[str, int, int]]:
 def step_flops(plan: RunPlan, workload: Workload, *, idle_elements: int = 0) -> dict[str, float]:
     """Returns the floating-point operations of each phase: two for each weight and token, and the attention's.
 
-    A token attends to half of its sequence on average. The backward computes its stages again, then multiplies as much
-    for the gradients of their inputs, and as much again for those of what is trained; it ends at the lowest stage of
-    which something is trained. The head's logits are computed in the forward, and again in the backward.
+    A token attends to half of its sequence on average, or to what a window leaves of it. The backward computes its
+    stages again, then multiplies as much for the gradients of their inputs, and as much again for those of what is
+    trained; it ends at the lowest stage of which something is trained. The head's logits are computed in the forward,
+    and again in the backward.
     """
     layout, tokens = plan.layout, workload.step_tokens
     config, reach = layout.config, backward_reach(layout)
@@ -108,19 +110,29 @@ def step_flops(plan: RunPlan, workload: Workload, *, idle_elements: int = 0) -> 
     used = 1 - idle_elements / (weights * n_layers)
     layers = 2.0 * used * weights * n_layers
     width = config.num_attention_heads * config.head_dim
-    attention = 2.0 * workload.seq_len * width
+    attention = [
+        4.0 * width * _keys_seen(config.kind_of(index), workload.seq_len) for index in range(n_layers)
+    ]
     head = 2.0 * config.vocab_size * config.hidden_size
     trained = 2.0 * used * sum(_trained_weights(layout, index) for index in range(n_layers))
     trained += head * layout.is_trained(layout.head_tensor)
     # Once for what is computed again, once for the gradients of inputs, where something below needs them.
     passed = n_layers - min(max(reach.lowest + 1, 0), n_layers)
     times = reach.layers + passed
-    inputs = times * 2.0 * used * weights + 3 * reach.layers * attention
+    inputs = times * 2.0 * used * weights + 3 * sum(attention[reach.first_layer :])
     inputs += head * (1 + reach.passes(StageKey(HEAD, 0)))
     return {
-        FORWARD: tokens * (layers + attention * n_layers + head),
+        FORWARD: tokens * (layers + sum(attention) + head),
         BACKWARD: tokens * (inputs + trained),
     }
+
+
+def _keys_seen(kind: LayerKind, seq_len: int) -> float:
+    """Returns how many tokens a token of a sequence sees on average."""
+    if kind.window is None or kind.window >= seq_len:
+        return seq_len / 2
+    # The first tokens see what there is before them, each of the others the whole window.
+    return kind.window * (1 - kind.window / (2 * seq_len))
 
 
 def _trained_weights(layout: ModelLayout, index: int) -> int:

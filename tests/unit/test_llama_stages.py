@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import llama_oracle
 import numpy as np
 import pytest
+from staged_model import StagedModel
 
 from memascend_jax.errors import MachineError
 from memascend_jax.models import losses
 from memascend_jax.models.llama import LlamaStages
 from memascend_jax.models.matmul import Precision, plan_precision
-from memascend_jax.models.shapes import head_weight_name, layer_shapes, layer_tensor_name, tensor_shapes
+from memascend_jax.models.shapes import layer_shapes, layer_tensor_name, tensor_shapes
 
 BATCH, SEQ = 2, 12
 
@@ -32,69 +33,8 @@ def example(config, seed=0):
     return tokens, labels, weights, positions, segments
 
 
-class Jitted:
-    """The stages as training calls them: each function jitted once."""
-
-    def __init__(self, stages):
-        self.config, self.layer_names, self.head_carry = stages.config, stages.layer_names, stages.head_carry
-        for name in (
-            *("embed", "embed_backward", "layer", "layer_backward", "head_norm"),
-            *("head_logsumexp", "head_loss", "head_backward", "head_finish"),
-        ):
-            setattr(self, name, jax.jit(getattr(stages, name)))
-
-
-def stage_loss_and_grads(stages, params, batch, *, tile_rows, scale):
-    """What training does, without storage: every stage forward, then every stage backward."""
-    stages, config = Jitted(stages), stages.config
-    tokens, labels, weights, positions, segments = (jnp.asarray(part) for part in batch)
-    table = params["model.embed_tokens.weight"]
-    rows, inverse = np.unique(np.asarray(tokens), return_inverse=True)
-    inverse = inverse.reshape(tokens.shape).astype(np.int32)
-    layers = [
-        {name: params[layer_tensor_name(i, name)] for name in stages.layer_names}
-        for i in range(config.num_hidden_layers)
-    ]
-    inputs = [stages.embed(table[rows], inverse)]
-    for layer in layers:
-        inputs.append(stages.layer(layer, inputs[-1], positions, segments))
-    last = inputs.pop()
-
-    head = params[head_weight_name(config)]
-    xn = stages.head_norm(params["model.norm.weight"], last)
-    carry = stages.head_carry(BATCH, SEQ)
-    starts = list(range(0, config.vocab_size, tile_rows))
-    for start in starts:
-        carry = stages.head_logsumexp(
-            carry, padded_tile(head, start, tile_rows), xn, labels, jnp.int32(start)
-        )
-    loss = stages.head_loss(carry, weights)
-
-    dxn = jnp.zeros(xn.shape, jnp.float32)
-    dhead = []
-    for start in starts:
-        tile = padded_tile(head, start, tile_rows)
-        dxn, dtile = stages.head_backward(
-            tile, xn, labels, weights, carry, jnp.float32(scale), jnp.int32(start), dxn
-        )
-        dhead.append(dtile)
-    dhead = jnp.concatenate(dhead)
-    assert not np.any(dhead[config.vocab_size :]), "rows that pad the last tile must have no gradient"
-    dx, dnorm = stages.head_finish(params["model.norm.weight"], last, dxn)
-    grads = {"model.norm.weight": dnorm, head_weight_name(config): dhead[: config.vocab_size]}
-    for index in reversed(range(config.num_hidden_layers)):
-        dx, layer_grads = stages.layer_backward(layers[index], inputs[index], dx, positions, segments)
-        grads |= {layer_tensor_name(index, name): value for name, value in layer_grads.items()}
-    drows = stages.embed_backward(dx, inverse, jnp.zeros((len(rows), config.hidden_size), jnp.float32))
-    dtable = jnp.zeros(table.shape, jnp.float32).at[rows].add(drows)
-    grads["model.embed_tokens.weight"] = dtable + grads.get("model.embed_tokens.weight", 0.0)
-    return loss, grads
-
-
-def padded_tile(head, start, tile_rows):
-    """The tile with nan beyond the vocabulary, as stale memory may hold."""
-    tile = head[start : start + tile_rows]
-    return jnp.pad(tile, ((0, tile_rows - tile.shape[0]), (0, 0)), constant_values=jnp.nan)
+def stage_loss_and_grads(stages, params, batch, **how):
+    return StagedModel(stages, params).loss_and_grads(batch, **how)
 
 
 def assert_close(got, expected, name=""):
