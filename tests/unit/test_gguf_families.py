@@ -5,14 +5,18 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import gguf
 import numpy as np
 import pytest
+from tiny_checkpoints import permuted, random_tensors, read_whole
 
 from memascend_jax.checkpoints.gguf_config import config_from_gguf
 from memascend_jax.checkpoints.gguf_names import FAMILIES, gguf_name
+from memascend_jax.checkpoints.source import open_checkpoint
 from memascend_jax.errors import DataError
+from memascend_jax.models.hf_config import config_faults
 from memascend_jax.models.planned_shape import planned_shape
-from memascend_jax.models.shapes import tensor_shapes
+from memascend_jax.models.shapes import LlamaConfig, tensor_shapes
 
 SIZES = {
     "block_count": 2,
@@ -119,3 +123,57 @@ def test_metadata_that_make_no_sense_are_all_named():
         assert words in str(caught.value)
     with pytest.raises(DataError, match=r"qwen2\.block_count is 1,000,000, but it has 3 tensors only"):
         config_of("qwen2", block_count=10**6)
+
+
+TINY = {"vocab_size": 288, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 128}
+MODELS = {
+    "llama": {"model_type": "llama", "tie_word_embeddings": False},
+    "smollm3": {"model_type": "smollm3", "tie_word_embeddings": True},
+    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3", "tie_word_embeddings": False},
+    "gemma": {"model_type": "gemma"},
+    "gemma2": {"model_type": "gemma2"},
+    "gemma3": {"model_type": "gemma3_text", "sliding_window": 1024},
+    "phi3": {"model_type": "phi3", "tie_word_embeddings": False},
+}
+
+
+def write_model(path, architecture, config, tensors) -> None:
+    """As llama.cpp's converter does: names by the package's table, rotated rows in pairs, Gemma's norms plus one."""
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in SIZES.items():
+        add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
+        add(f"{architecture}.{key}", config["vocab_size"] if key == "vocab_size" else value)
+    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config["num_hidden_layers"])
+    for name, value in tensors.items():
+        if architecture in ("llama", "smollm3") and name.endswith(("q_proj.weight", "k_proj.weight")):
+            value = permuted(value, config["head_dim"])
+        if architecture.startswith("gemma") and name.endswith("norm.weight"):
+            value = value + np.float32(1)
+        writer.add_tensor(table.get_name(name, try_suffixes=(".weight", ".bias")), value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+def test_a_model_of_every_family_is_read_in_hugging_faces_order(tmp_path, architecture):
+    config = {**TINY, **HEADS, "rms_norm_eps": 1e-5, "rope_theta": 5000.0, **MODELS[architecture]}
+    if config_faults(config):
+        pytest.skip("the architecture itself is not computed here")
+    tensors = random_tensors(config)
+    write_model(tmp_path / "m.gguf", architecture, config, tensors)
+    checkpoint = open_checkpoint(tmp_path / "m.gguf")
+    assert checkpoint.tensors.keys() == tensors.keys()
+    for name, value in tensors.items():
+        for max_bytes in (1, 100_000):
+            # One is added and taken away again.
+            close = {"rtol": 0, "atol": 5e-7 if architecture.startswith("gemma") else 0}
+            np.testing.assert_allclose(
+                read_whole(checkpoint, name, max_bytes=max_bytes), value, **close, err_msg=name
+            )
+    ours, theirs = (LlamaConfig.from_hf(each).to_hf() for each in (checkpoint.config, config))
+    different = {key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key)}
+    assert different <= {"bos_token_id", "eos_token_id", "pad_token_id", "query_pre_attn_scalar"}
