@@ -49,6 +49,12 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "layer_replication": (None, []),
     "lora_bias": (False, None),
     "trainable_token_indices": (None, []),
+    "target_parameters": (None, []),
+    "alora_invocation_tokens": (None, []),
+    "use_qalora": (False, None),
+    "use_bdlora": (False, None),
+    # Others (PiSSA, OLoRA, CorDA) take a part out of the model's own weights when they begin.
+    "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"),
 }
 
 
@@ -131,7 +137,8 @@ def open_adapter(folder: Path, config: LlamaConfig, adapters: Adapters) -> PeftA
         raise _fault(folder, [why or f"it has no {ADAPTER_WEIGHTS}", *faults])
     opened = PeftAdapter(SafetensorsFile(path))
     try:
-        faults += _tensor_faults(opened, config, adapters)
+        # Of other settings every tensor would be a fault.
+        faults = faults or list(_tensor_faults(opened, config, adapters))
         if faults:
             raise _fault(folder, faults)
     except BaseException:

@@ -131,6 +131,7 @@ def test_what_others_write_is_read_too(tmp_path) -> None:
         ),
         ({"peft_type": "IA3", "modules_to_save": ["lm_head"]}, ['peft_type is "IA3"', "modules_to_save is"]),
         ({"target_modules": None}, ["its target_modules are None"]),
+        ({"init_lora_weights": "pissa"}, ['init_lora_weights is "pissa"']),
     ],
 )
 def test_other_settings_are_all_told(tmp_path, keys, faults) -> None:
