@@ -65,8 +65,12 @@ class Dataset:
     def read_so_far(self) -> str:
         """Returns what became of the examples that have been read, as a sentence."""
         counts = self.all_counts()
-        parts = [f"{getattr(counts, key):,} {what.removeprefix('examples ')}" for what, key in _COUNTED]
-        return f"examples read: {', '.join(parts)}"
+        skipped = f", {counts.wrong:,} skipped" if counts.wrong else ""
+        return (
+            f"examples read: {counts.kept:,} kept, {counts.cut:,} cut, {counts.dropped:,} dropped, {counts.empty:,} "
+            f"empty{skipped}; {counts.tokens:,} tokens, {counts.trained_tokens:,} of them trained, "
+            f"{counts.tokens_cut:,} cut off"
+        )
 
     def estimated_sequences(self) -> int:
         """Returns about how many sequences a pass over all sources has, by the first chunks of streams."""

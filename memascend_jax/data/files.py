@@ -17,7 +17,6 @@ from memascend_jax.data.source import Joined, Source
 from memascend_jax.data.tables import open_arrow, open_parquet
 from memascend_jax.data.unpack import Unpacker, elements, gunzip
 from memascend_jax.errors import DataError
-from memascend_jax.units import counted
 
 #: Ends of names of files that are trained as they are.
 _TEXT_NAMES = (".txt", ".text", ".md", ".rst")
@@ -191,9 +190,3 @@ def _json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read '{path}', which says what the dataset holds: {error}") from error
     return value if isinstance(value, dict) else {}
-
-
-def described(source: Source) -> str:
-    """Returns what a source is, in words: its form, and of how many files."""
-    files = len(source.parts) if isinstance(source, Joined) else 1
-    return f"{source.form}, {counted(files, 'file', 'files')}"

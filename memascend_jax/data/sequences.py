@@ -237,11 +237,12 @@ class Mixture:
 
     def digests(self) -> Mapping[str, str]:
         """Returns the digest of each source with its share, by name, and under ``""`` that of all."""
-        found = {
-            name: hashlib.sha256(f"{count};{part.digests()['']}".encode()).hexdigest()
-            for name, part, count in zip(self.names, self.parts, self._counts, strict=True)
-        }
-        return {"": hashlib.sha256(";".join(found.values()).encode()).hexdigest(), **found}
+        found = [
+            hashlib.sha256(f"{count};{part.digests()['']}".encode()).hexdigest()
+            for part, count in zip(self.parts, self._counts, strict=True)
+        ]
+        together = hashlib.sha256(";".join(found).encode()).hexdigest()
+        return {"": together, **dict(zip(self.names, found, strict=True))}
 
     def close(self) -> None:
         """Closes all of them."""

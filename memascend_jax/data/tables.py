@@ -25,7 +25,9 @@ from memascend_jax.errors import DataError
 _MORE_COLUMNS = ("input", "system", "history", "tools")
 _COLUMNS = tuple(dict.fromkeys([key for keys in KINDS.values() for key in keys] + list(_MORE_COLUMNS)))
 #: A row group is read from its beginning for each of its blocks.
-_MOST_BLOCKS_OF_GROUP = 64
+_MOST_BLOCKS_OF_GROUP = 256
+#: Rows that are alike take few bytes in a file, and many in memory.
+_MOST_ROWS_OF_BLOCK = 2048
 
 
 class Groups(Protocol):
@@ -123,7 +125,8 @@ class _Span:
 def _spans(groups: Groups) -> Iterator[_Span]:
     before = 0
     for group, (rows, nbytes) in enumerate(zip(groups.rows, groups.sizes, strict=True)):
-        blocks = max(1, min(rows, _MOST_BLOCKS_OF_GROUP, -(-nbytes // BLOCK_BYTES))) if rows else 0
+        wanted = max(-(-nbytes // BLOCK_BYTES), -(-rows // _MOST_ROWS_OF_BLOCK))
+        blocks = min(rows, _MOST_BLOCKS_OF_GROUP, max(1, wanted))
         for block in range(blocks):
             start, stop = rows * block // blocks, rows * (block + 1) // blocks
             yield _Span(group, start, stop, before + start, nbytes // blocks)
