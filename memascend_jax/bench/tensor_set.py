@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memascend_jax.models.shapes import LlamaConfig, tensor_shapes
+from memascend_jax.models.model_config import ModelConfig
+from memascend_jax.models.shapes import tensor_shapes
 from memascend_jax.storage.tensor_store import TensorSpec
 from memascend_jax.units import MIB
 
@@ -55,6 +56,6 @@ def one_tensor(nbytes: int, label: str = "one tensor") -> TensorSet:
 
 def smollm2(divisor: int = 1) -> TensorSet:
     """Returns the 272 tensors of SmolLM2-135M in bfloat16, 257 MiB; for trials, each a ``divisor``-th as large."""
-    shapes = tensor_shapes(LlamaConfig.from_hf(SMOLLM2_135M))
+    shapes = tensor_shapes(ModelConfig.from_hf(SMOLLM2_135M))
     label = "SmolLM2-135M, 272 tensors" + (f" of 1/{divisor} the size" if divisor > 1 else "")
     return TensorSet(label, {shape.name: 2 * shape.elements // divisor for shape in shapes})

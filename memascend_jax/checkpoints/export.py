@@ -20,7 +20,8 @@ from memascend_jax.checkpoints.source import PIECE_BYTES
 from memascend_jax.checkpoints.stream_file import StreamFile
 from memascend_jax.dtypes import dtype_name, to_dtype
 from memascend_jax.errors import ConfigError, DataError
-from memascend_jax.models.shapes import LlamaConfig, TensorShape
+from memascend_jax.models.model_config import ModelConfig
+from memascend_jax.models.shapes import TensorShape
 from memascend_jax.observe.failure import is_disk_full
 from memascend_jax.storage.ahead import ahead
 from memascend_jax.storage.partial import partial_path, remove, remove_leftovers, sync_folder
@@ -34,7 +35,7 @@ def export_huggingface(
     read: Read,
     shapes: Sequence[TensorShape],
     dtype: str | Mapping[str, str],
-    config: LlamaConfig,
+    config: ModelConfig,
     files: Mapping[str, bytes],
     out_dir: Path,
     *,
@@ -132,7 +133,7 @@ def _main_dtype(entries: Iterable[Entry]) -> str:
     return max(held, key=lambda name: held[name])
 
 
-def _with_config(files: Mapping[str, bytes], config: LlamaConfig, dtype: str) -> dict[str, bytes]:
+def _with_config(files: Mapping[str, bytes], config: ModelConfig, dtype: str) -> dict[str, bytes]:
     """``files`` with a ``config.json`` that names the weights' dtype, by its older key and its newer one.
 
     One that does already stays as it is, byte for byte.

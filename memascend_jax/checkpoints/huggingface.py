@@ -21,7 +21,8 @@ from memascend_jax.checkpoints.sampled_digest import sampled_digest
 from memascend_jax.checkpoints.source import PIECE_BYTES, CheckpointTensor
 from memascend_jax.checkpoints.tensor_faults import check_model_tensors, shape_of
 from memascend_jax.errors import DataError
-from memascend_jax.models.shapes import LlamaConfig, tensor_shapes
+from memascend_jax.models.model_config import ModelConfig
+from memascend_jax.models.shapes import tensor_shapes
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -49,7 +50,7 @@ class HuggingFaceCheckpoint:
             self.close()
             raise
 
-    def _open(self, folder: Path) -> tuple[FolderWeights, LlamaConfig, dict[str, Any]]:
+    def _open(self, folder: Path) -> tuple[FolderWeights, ModelConfig, dict[str, Any]]:
         """The files, and the model that the config describes; what is wrong with either is told together."""
         faults = []
         config: dict[str, Any] = {}

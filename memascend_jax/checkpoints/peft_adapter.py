@@ -29,7 +29,8 @@ from memascend_jax.models.adapters import (
     model_tensors,
     plan_adapters,
 )
-from memascend_jax.models.shapes import LlamaConfig, layer_shapes
+from memascend_jax.models.model_config import ModelConfig
+from memascend_jax.models.shapes import layer_shapes
 from memascend_jax.units import counted
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -61,7 +62,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 def export_adapter(
     read: Read,
     dtype: str,
-    config: LlamaConfig,
+    config: ModelConfig,
     adapters: Adapters,
     files: Mapping[str, bytes],
     base: str | None,
@@ -122,7 +123,7 @@ class PeftAdapter:
         self._file.close()
 
 
-def open_adapter(folder: Path, config: LlamaConfig, adapters: Adapters) -> PeftAdapter:
+def open_adapter(folder: Path, config: ModelConfig, adapters: Adapters) -> PeftAdapter:
     """Returns the adapter in ``folder``, which is one of ``adapters`` for a model of ``config``.
 
     Raises:
@@ -162,7 +163,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return values
 
 
-def _setting_faults(values: Mapping[str, Any], config: LlamaConfig, adapters: Adapters) -> Iterator[str]:
+def _setting_faults(values: Mapping[str, Any], config: ModelConfig, adapters: Adapters) -> Iterator[str]:
     for key, plain in _PLAIN.items():
         if values.get(key, plain[-1]) not in plain:
             yield f"its {key} is {json.dumps(values[key])}, only {json.dumps(plain[0])} is computed here"
@@ -191,7 +192,7 @@ def _setting_faults(values: Mapping[str, Any], config: LlamaConfig, adapters: Ad
         )
 
 
-def _modules_meant(targets: Any, config: LlamaConfig) -> list[str] | None:
+def _modules_meant(targets: Any, config: ModelConfig) -> list[str] | None:
     """The modules that PEFT's targets are, names or one pattern; what is none of a layer's stands for itself."""
     everything = linear_modules(layer_shapes(config))
     if targets == ALL_LINEAR:
@@ -208,7 +209,7 @@ def _modules_meant(targets: Any, config: LlamaConfig) -> list[str] | None:
     return found
 
 
-def _tensor_faults(opened: PeftAdapter, config: LlamaConfig, adapters: Adapters) -> Iterator[str]:
+def _tensor_faults(opened: PeftAdapter, config: ModelConfig, adapters: Adapters) -> Iterator[str]:
     held = opened.shapes
     wanted = {t.name: t.shape for t in model_tensors(config, adapters) if is_adapter(t.name)}
     for name, shape in wanted.items():
@@ -222,7 +223,7 @@ def _tensor_faults(opened: PeftAdapter, config: LlamaConfig, adapters: Adapters)
         yield f"its tensors are {', '.join(sorted(odd))}, expected float32, bfloat16 or float16"
 
 
-def _peft_config(config: LlamaConfig, adapters: Adapters, base: str | None) -> dict[str, Any]:
+def _peft_config(config: ModelConfig, adapters: Adapters, base: str | None) -> dict[str, Any]:
     """The contents of ``adapter_config.json``, with the keys that every version of PEFT since 0.4 reads."""
     alpha = int(adapters.alpha) if float(adapters.alpha).is_integer() else adapters.alpha
     return {
@@ -249,7 +250,7 @@ def _peft_config(config: LlamaConfig, adapters: Adapters, base: str | None) -> d
     }
 
 
-def _short_names(config: LlamaConfig, adapters: Adapters) -> list[str]:
+def _short_names(config: ModelConfig, adapters: Adapters) -> list[str]:
     """The last parts of the modules' names, as they are usually given, where these mean no other module."""
     last = sorted({name.rpartition(".")[2] for name in adapters.modules})
     meant = plan_adapters(config, 1, alpha=1.0, rslora=False, targets=last)

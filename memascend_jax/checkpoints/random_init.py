@@ -17,13 +17,14 @@ from numpy.typing import NDArray
 from memascend_jax.checkpoints.source import PIECE_BYTES
 from memascend_jax.errors import DataError
 from memascend_jax.models.adapters import LORA_B
-from memascend_jax.models.shapes import LlamaConfig, tensor_shapes
+from memascend_jax.models.model_config import ModelConfig
+from memascend_jax.models.shapes import tensor_shapes
 
 BLOCK = 1 << 16
 
 
 def random_pieces(
-    config: LlamaConfig, name: str, seed: int, max_bytes: int = PIECE_BYTES
+    config: ModelConfig, name: str, seed: int, max_bytes: int = PIECE_BYTES
 ) -> Iterator[tuple[int, NDArray[np.float32]]]:
     """Yields ``(first element, flat float32 values)`` of the tensor ``name``, at least a block at a time.
 

@@ -24,7 +24,8 @@ from memascend_jax.checkpoints.array_layout import (
 )
 from memascend_jax.errors import DataError
 from memascend_jax.models.adapters import Adapters, adapters_from_json, model_tensors
-from memascend_jax.models.shapes import LlamaConfig, TensorShape
+from memascend_jax.models.model_config import ModelConfig
+from memascend_jax.models.shapes import TensorShape
 from memascend_jax.optim.state_format import StateFormat, state_format
 from memascend_jax.units import counted
 
@@ -78,8 +79,8 @@ class SavedStep:
     metrics: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
-    def config(self) -> LlamaConfig:
-        return LlamaConfig.from_hf(self.record.model)
+    def config(self) -> ModelConfig:
+        return ModelConfig.from_hf(self.record.model)
 
     @cached_property
     def adapters(self) -> Adapters | None:

@@ -21,7 +21,8 @@ from memascend_jax.checkpoints.model_files import ModelFiles
 from memascend_jax.checkpoints.source import PIECE_BYTES, CheckpointTensor
 from memascend_jax.dtypes import to_dtype
 from memascend_jax.errors import DataError
-from memascend_jax.models.shapes import EMBED_NAME, LlamaConfig, check_tensors, tensor_shapes
+from memascend_jax.models.model_config import ModelConfig
+from memascend_jax.models.shapes import EMBED_NAME, check_tensors, tensor_shapes
 from memascend_jax.optim.state_format import tile_elements
 from memascend_jax.storage.device import PathLike
 from memascend_jax.storage.engine import ReusedBuffers
@@ -125,7 +126,7 @@ class StoreCheckpoint:
             self._record = ModelRecord.decode(self._store.run_state, where)
             self._texts = ModelFiles(where, self._read_file, self._file_names)
             self.config: dict[str, Any] = dict(self._record.config)
-            shape = LlamaConfig.from_hf(self.config)
+            shape = ModelConfig.from_hf(self.config)
             found = {name: self._store.spec(name) for name in self._store.names() if "#" not in name}
             check_tensors({name: spec.shape for name, spec in found.items()}, shape, where)
             self.tensors = {

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from memascend_jax.errors import DataError
-from memascend_jax.models.shapes import LM_HEAD_NAME, LlamaConfig, tensor_shapes
+from memascend_jax.models.model_config import ModelConfig
+from memascend_jax.models.shapes import LM_HEAD_NAME, tensor_shapes
 from memascend_jax.units import counted
 
 #: Tensors that files may hold besides the model's: computed from the config, and never read.
@@ -27,21 +28,21 @@ class Described(Protocol):
     def dtype(self) -> str: ...
 
 
-def shape_of(config: Mapping[str, Any], where: str) -> LlamaConfig:
+def shape_of(config: Mapping[str, Any], where: str) -> ModelConfig:
     """Returns the shape that the ``config.json`` of the model in ``where`` describes.
 
     Raises:
         DataError: it is not computed here, or impossible, with every reason.
     """
     try:
-        return LlamaConfig.from_hf(config)
+        return ModelConfig.from_hf(config)
     except DataError as error:
         reasons = str(error).removeprefix("cannot use this model config: ")
         raise DataError(f"cannot use the model in '{where}': {reasons}") from error
 
 
 def check_model_tensors(
-    found: Mapping[str, Described], config: LlamaConfig, source: str, dtypes: Iterable[str] | None = None
+    found: Mapping[str, Described], config: ModelConfig, source: str, dtypes: Iterable[str] | None = None
 ) -> None:
     """Returns when ``found`` holds every tensor of the model in its shape, and none that the model does not have.
 

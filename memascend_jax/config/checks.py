@@ -12,7 +12,7 @@ from memascend_jax.config.faults import ELSEWHERE, nearest
 from memascend_jax.config.schema import Config, fields, section_types
 from memascend_jax.config.values import ALL
 from memascend_jax.models.hf_config import config_faults, known_keys
-from memascend_jax.models.shapes import LlamaConfig
+from memascend_jax.models.model_config import ModelConfig
 
 Finding = tuple[tuple[str, ...], str]
 
@@ -115,7 +115,7 @@ def _random_model(config: Config) -> Iterator[Finding]:
     for fault in faults:
         # Most sentences begin with the key that they are about.
         yield (f"model.config.{fault.split()[0]}",), f"model.config: {fault}"
-    positions = 0 if faults else LlamaConfig.from_hf(shape).max_position_embeddings
+    positions = 0 if faults else ModelConfig.from_hf(shape).max_position_embeddings
     if 0 < positions < seq_len:
         yield (
             ("data.seq_len", "model.config.max_position_embeddings"),

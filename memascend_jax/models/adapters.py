@@ -16,13 +16,8 @@ from itertools import groupby
 from typing import Any
 
 from memascend_jax.errors import ConfigError
-from memascend_jax.models.shapes import (
-    LlamaConfig,
-    TensorShape,
-    layer_shapes,
-    layer_tensor_name,
-    tensor_shapes,
-)
+from memascend_jax.models.model_config import ModelConfig
+from memascend_jax.models.shapes import TensorShape, layer_shapes, layer_tensor_name, tensor_shapes
 
 LORA_A, LORA_B = "lora_A.weight", "lora_B.weight"
 _WEIGHT = ".weight"
@@ -77,7 +72,7 @@ def linear_modules(layer: Shapes) -> dict[str, tuple[int, ...]]:
 
 
 def plan_adapters(
-    config: LlamaConfig, rank: int, *, alpha: float, rslora: bool, targets: Sequence[str]
+    config: ModelConfig, rank: int, *, alpha: float, rslora: bool, targets: Sequence[str]
 ) -> Adapters:
     """Returns the adapters of rank ``rank`` for the linear layers that ``targets`` name.
 
@@ -120,7 +115,7 @@ def adapter_shapes(layer: Shapes, adapters: Adapters | None) -> dict[str, tuple[
     return shapes
 
 
-def model_tensors(config: LlamaConfig, adapters: Adapters | None) -> list[TensorShape]:
+def model_tensors(config: ModelConfig, adapters: Adapters | None) -> list[TensorShape]:
     """Returns every tensor in forward order, a layer's factors behind its own tensors."""
     return list(_with_factors(config, adapters))
 
@@ -136,7 +131,7 @@ def factor_names(weight: str) -> tuple[str, str]:
     return f"{module}.{LORA_A}", f"{module}.{LORA_B}"
 
 
-def _with_factors(config: LlamaConfig, adapters: Adapters | None) -> Iterator[TensorShape]:
+def _with_factors(config: ModelConfig, adapters: Adapters | None) -> Iterator[TensorShape]:
     factors = adapter_shapes(layer_shapes(config), adapters)
     for stage, tensors in groupby(tensor_shapes(config), key=lambda tensor: tensor.stage):
         yield from tensors

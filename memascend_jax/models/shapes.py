@@ -19,8 +19,6 @@ NORM_NAME = "model.norm.weight"
 LM_HEAD_NAME = "lm_head.weight"
 _SHOWN_FAULTS = 8
 
-#: The name that it had when it knew one architecture.
-LlamaConfig = ModelConfig
 #: Shapes of a layer's tensors by their local names.
 LayerShapes = dict[str, tuple[int, ...]]
 

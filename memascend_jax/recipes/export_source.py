@@ -25,7 +25,8 @@ from memascend_jax.config import load_config, store_paths
 from memascend_jax.dtypes import dtype_name
 from memascend_jax.errors import ConfigError, DataError
 from memascend_jax.models.adapters import Adapters, model_tensors
-from memascend_jax.models.shapes import LlamaConfig, TensorShape
+from memascend_jax.models.model_config import ModelConfig
+from memascend_jax.models.shapes import TensorShape
 from memascend_jax.optim.format_conversion import master_of
 from memascend_jax.optim.rounding import round_master, widen
 from memascend_jax.recipes.inputs import SMOLLM2, open_model
@@ -56,7 +57,7 @@ class ExportSource:
         base: what an adapter is loaded beside: a path, or the name of a repository.
     """
 
-    config: LlamaConfig
+    config: ModelConfig
     shapes: Sequence[TensorShape]
     dtypes: Mapping[str, str]
     files: Mapping[str, bytes]
@@ -157,7 +158,7 @@ def _of_store(paths: Sequence[str], stack: ExitStack) -> ExportSource:
 
 def _of_checkpoint(checkpoint: Checkpoint, stack: ExitStack) -> ExportSource:
     stack.callback(checkpoint.close)
-    config = LlamaConfig.from_hf(checkpoint.config)
+    config = ModelConfig.from_hf(checkpoint.config)
     kept = {name: tensor.dtype for name, tensor in checkpoint.tensors.items()}
     facts: dict[str, Any] = {}
     dtypes, adapters, base = kept, None, None

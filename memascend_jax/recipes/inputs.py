@@ -24,7 +24,8 @@ from memascend_jax.data.settings import DataSettings, SourceSpec
 from memascend_jax.data.tokenize import Coder
 from memascend_jax.errors import ConfigError, DataError
 from memascend_jax.models.adapters import Adapters
-from memascend_jax.models.shapes import LlamaConfig, tensor_shapes
+from memascend_jax.models.model_config import ModelConfig
+from memascend_jax.models.shapes import tensor_shapes
 from memascend_jax.recipes.lora import PiecesWithFactors, adapters_of
 from memascend_jax.units import MIB
 
@@ -46,7 +47,7 @@ class ModelSource:
         chosen_template: the chat template of ``data.chat_template``; None: the model's own.
     """
 
-    config: LlamaConfig
+    config: ModelConfig
     checkpoint: Checkpoint | None
     coder: Coder | None
     pieces: Pieces
@@ -93,13 +94,13 @@ def open_model(config: Config) -> ModelSource:
 def _open_base(config: Config) -> ModelSource:
     source = config.model.source
     if source == RANDOM:
-        shape = LlamaConfig.from_hf(config.model.config)
+        shape = ModelConfig.from_hf(config.model.config)
         seed = config.train.seed
         return ModelSource(shape, None, None, lambda name: random_pieces(shape, name, seed, _PIECE_BYTES))
     found = open_checkpoint(smollm2_135m_path() if source == SMOLLM2 else source, config.model.revision)
     has_tokenizer = not isinstance(found, SavedModel) or found.has_tokenizer
     checkpoint = _with_vocabulary(found, config)
-    shape = LlamaConfig.from_hf(checkpoint.config)
+    shape = ModelConfig.from_hf(checkpoint.config)
     if config.data.seq_len > shape.max_position_embeddings:
         raise ConfigError(
             f"data.seq_len={config.data.seq_len} is more than the {shape.max_position_embeddings} positions of "

@@ -14,14 +14,14 @@ from memascend_jax.checkpoints.peft_adapter import PeftAdapter, open_adapter
 from memascend_jax.checkpoints.random_init import new_factor
 from memascend_jax.config import Config, LoraSection
 from memascend_jax.models.adapters import Adapters, is_adapter, model_tensors, plan_adapters
-from memascend_jax.models.shapes import LlamaConfig
+from memascend_jax.models.model_config import ModelConfig
 
 Pieces = Callable[[str], Iterable[tuple[int, NDArray[Any]]]]
 #: Where the default model is for those who load an adapter beside it.
 _PUBLISHED = {"smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 
 
-def adapters_of(lora: LoraSection, shape: LlamaConfig) -> Adapters | None:
+def adapters_of(lora: LoraSection, shape: ModelConfig) -> Adapters | None:
     """Returns the adapters of a run, or None when it has none.
 
     Raises:
@@ -33,7 +33,7 @@ def adapters_of(lora: LoraSection, shape: LlamaConfig) -> Adapters | None:
     return plan_adapters(shape, lora.rank, alpha=alpha, rslora=lora.rslora, targets=lora.targets)
 
 
-def check_lora_source(config: Config, shape: LlamaConfig, adapters: Adapters | None) -> None:
+def check_lora_source(config: Config, shape: ModelConfig, adapters: Adapters | None) -> None:
     """Returns when the adapter in ``lora.source``, if there is one, is one of this model and these settings.
 
     Raises:
@@ -46,7 +46,7 @@ def check_lora_source(config: Config, shape: LlamaConfig, adapters: Adapters | N
 class PiecesWithFactors:
     """``pieces`` of a model that gives the factors of ``adapters`` too: those of ``lora.source``, or new ones."""
 
-    def __init__(self, config: Config, shape: LlamaConfig, adapters: Adapters, pieces: Pieces) -> None:
+    def __init__(self, config: Config, shape: ModelConfig, adapters: Adapters, pieces: Pieces) -> None:
         self._lora, self._seed = config.lora, config.train.seed
         self._shape, self._adapters, self._pieces = shape, adapters, pieces
         self._shapes = {tensor.name: tensor.shape for tensor in model_tensors(shape, adapters)}

@@ -22,7 +22,7 @@ from memascend_jax.checkpoints.saved_step import (
 from memascend_jax.config import CONTENT_KEYS, Config, store_paths, training_changes
 from memascend_jax.errors import ConfigError, DataError, StoreError
 from memascend_jax.models.adapters import Adapters, model_tensors
-from memascend_jax.models.shapes import LlamaConfig
+from memascend_jax.models.model_config import ModelConfig
 from memascend_jax.recipes.checkpoint_space import checkpoint_folder
 from memascend_jax.recipes.resume import Found, check_contents, refuse_changes
 from memascend_jax.recipes.run_store import find_run
@@ -125,7 +125,7 @@ def find_origin(config: Config) -> Origin:
 def check_origin(
     origin: Origin,
     config: Config,
-    shape: LlamaConfig,
+    shape: ModelConfig,
     adapters: Adapters | None,
     contents: Mapping[str, str],
 ) -> None:

@@ -14,7 +14,7 @@ from memascend_jax.config import Config, store_paths
 from memascend_jax.errors import BudgetError
 from memascend_jax.memory.meter import memory_room, take_sample
 from memascend_jax.models.adapters import model_tensors
-from memascend_jax.models.shapes import LlamaConfig
+from memascend_jax.models.model_config import ModelConfig
 from memascend_jax.optim.loss_scale import ScalePolicy, scale_policy
 from memascend_jax.optim.state_format import StateFormat, state_format
 from memascend_jax.recipes.checkpoint_space import checkpoint_consumers, checkpoint_space
@@ -46,7 +46,7 @@ def plan_from_config(config: Config, *, device_is_host: bool = True) -> RunPlan:
 
 def plan_config(
     config: Config,
-    shape: LlamaConfig,
+    shape: ModelConfig,
     *,
     n_examples: int,
     tile_elements: int | None = None,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from memascend_jax.config import CONTENT_KEYS, Change, Config, not_allowed, to_dict, training_changes
 from memascend_jax.errors import ConfigError, StoreError
-from memascend_jax.models.shapes import LlamaConfig
+from memascend_jax.models.model_config import ModelConfig
 from memascend_jax.recipes.parameter_groups import frozen_tensors
 from memascend_jax.storage.tensor_store import TensorSpec
 from memascend_jax.training.run_state import RunState
@@ -145,7 +145,7 @@ def check_scratch(found: Found, needed_bytes: int) -> None:
         )
 
 
-def content_digests(shape: LlamaConfig, data: Dataset) -> dict[str, str]:
+def content_digests(shape: ModelConfig, data: Dataset) -> dict[str, str]:
     """Returns digests of the model's shape, and of the tokens that are trained and held out."""
     text = json.dumps(shape.identity(), sort_keys=True)
     digests = {"model": hashlib.sha256(text.encode()).hexdigest()}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from memascend_jax.config import Config
 from memascend_jax.memory.arena import PinnedArena
 from memascend_jax.memory.pool import SlotPool
-from memascend_jax.models.llama import LlamaStages
+from memascend_jax.models.model_stages import ModelStages
 from memascend_jax.observe import trace
 from memascend_jax.observe.step_clock import StepClock
 from memascend_jax.optim.adamw import AdamW
@@ -119,7 +119,7 @@ def _build_model(
     plan: RunPlan, placement: Placement, clock: StepClock, rows: RowsAhead, inputs: StageInputs
 ) -> StreamedModel:
     fmt = plan.layout.format
-    stages = LlamaStages(plan.layout.config, fmt.param_dtype, adapters=plan.layout.adapters)
+    stages = ModelStages(plan.layout.config, fmt.param_dtype, adapters=plan.layout.adapters)
     functions = StageFunctions(stages, fmt.grad_dtype)
     if trace.current is not None:
         trace_stages(functions, trace.current)

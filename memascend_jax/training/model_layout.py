@@ -8,13 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from memascend_jax.models.adapters import Adapters, model_tensors
-from memascend_jax.models.shapes import (
-    EMBED_NAME,
-    NORM_NAME,
-    LlamaConfig,
-    TensorShape,
-    head_weight_name,
-)
+from memascend_jax.models.model_config import ModelConfig
+from memascend_jax.models.shapes import EMBED_NAME, NORM_NAME, TensorShape, head_weight_name
 from memascend_jax.optim.state_format import BLOCK_BYTES, Leaf, StateFormat, itemsize, tile_elements
 from memascend_jax.training.stage_schedule import HEAD, LAYER, NORM, StageKey
 from memascend_jax.units import round_up
@@ -88,7 +83,7 @@ class ModelLayout:
         adapters: LoRA adapters, whose factors are tensors of the layers; None: there are none.
     """
 
-    config: LlamaConfig
+    config: ModelConfig
     format: StateFormat
     tensors: tuple[TensorShape, ...]
     tile_elements: Mapping[str, int]
@@ -165,7 +160,7 @@ def leaf_name(tensor: str, leaf: str) -> str:
 
 
 def plan_layout(
-    config: LlamaConfig,
+    config: ModelConfig,
     fmt: StateFormat,
     *,
     target_tile_elements: int,
@@ -216,7 +211,7 @@ def _head_rows(vocab_size: int, row_bytes: int, target_bytes: int, tile_rows: in
 
 
 def _stage_parts(
-    config: LlamaConfig, tensors: Sequence[TensorShape], head_rows: int, n_head_tiles: int
+    config: ModelConfig, tensors: Sequence[TensorShape], head_rows: int, n_head_tiles: int
 ) -> Iterator[tuple[StageKey, tuple[StagePart, ...]]]:
     by_layer: dict[int, list[StagePart]] = {}
     for tensor in tensors:

@@ -16,7 +16,8 @@ from memascend_jax.errors import BudgetError
 from memascend_jax.memory.budget import Consumer, MemoryPlan, choose_plan
 from memascend_jax.memory.pool import SizeClass
 from memascend_jax.models.adapters import Adapters
-from memascend_jax.models.shapes import EMBED_NAME, LlamaConfig, parameter_count
+from memascend_jax.models.model_config import ModelConfig
+from memascend_jax.models.shapes import EMBED_NAME, parameter_count
 from memascend_jax.optim.state_format import BLOCK_BYTES, StateFormat, itemsize
 from memascend_jax.storage.superblock import Durability
 from memascend_jax.storage.tensor_store import TensorSpec, bytes_needed
@@ -159,7 +160,7 @@ class RunPlan:
 
 
 def plan_run(
-    config: LlamaConfig,
+    config: ModelConfig,
     fmt: StateFormat,
     workload: Workload,
     *,

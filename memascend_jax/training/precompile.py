@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from memascend_jax import __version__
 from memascend_jax.dtypes import to_dtype
 from memascend_jax.memory.allocator import limit_heap_growth
-from memascend_jax.models.llama import LlamaStages
+from memascend_jax.models.model_stages import ModelStages
 from memascend_jax.training.backward_reach import backward_reach
 from memascend_jax.training.model_layout import ModelLayout
 from memascend_jax.training.stage_functions import StageFunctions
@@ -162,7 +162,7 @@ def _compile(function: Any, *args: Any, **static: Any) -> None:
 def _main() -> None:
     limit_heap_growth()
     layout, micro_batch, n_micro_batches, micro_norms = pickle.load(sys.stdin.buffer)
-    stages = LlamaStages(layout.config, layout.format.param_dtype, adapters=layout.adapters)
+    stages = ModelStages(layout.config, layout.format.param_dtype, adapters=layout.adapters)
     functions = StageFunctions(stages, layout.format.grad_dtype)
     precompile(functions, layout, micro_batch, n_micro_batches, micro_norms)
 

@@ -16,8 +16,8 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 from numpy.typing import NDArray
 
-from memascend_jax.models.llama import LlamaStages
 from memascend_jax.models.matmul import round_to
+from memascend_jax.models.model_stages import ModelStages
 
 Arrays = dict[str, jax.Array]
 
@@ -28,7 +28,7 @@ class StageFunctions:
     All arrays are committed to ``device``, those made here too: jit compiles anew for arguments that are not.
     """
 
-    def __init__(self, stages: LlamaStages, grad_dtype: str, device: jax.Device | None = None) -> None:
+    def __init__(self, stages: ModelStages, grad_dtype: str, device: jax.Device | None = None) -> None:
         self._stages = stages
         self.sharding = SingleDeviceSharding(device or jax.local_devices()[0])
         self.compute_dtype = stages.compute_dtype

@@ -14,7 +14,8 @@ from streamed_run import streamed_run
 from memascend_jax.checkpoints.random_init import random_pieces
 from memascend_jax.config import load_config
 from memascend_jax.errors import ConfigError, StoreError
-from memascend_jax.models.shapes import EMBED_NAME, LlamaConfig, tensor_shapes
+from memascend_jax.models.model_config import ModelConfig
+from memascend_jax.models.shapes import EMBED_NAME, tensor_shapes
 from memascend_jax.optim.rounding import round_master
 from memascend_jax.optim.state_format import itemsize
 from memascend_jax.recipes import finetune, planning
@@ -223,7 +224,7 @@ def test_a_resume_with_other_frozen_tensors_is_refused_by_their_names(tmp_path):
     same = "optimizer.groups=[{match: '^model[.]layers[.]0', frozen: true}]"
     assert finetune.run(config(tmp_path, *longer, same)) == 0
     export = load_file(tmp_path / "export" / "model.safetensors")
-    shape = LlamaConfig.from_hf(config(tmp_path).model.config)
+    shape = ModelConfig.from_hf(config(tmp_path).model.config)
     for tensor in tensor_shapes(shape):
         ((_, values),) = random_pieces(shape, tensor.name, seed=0)
         unchanged = export[tensor.name].tobytes() == round_master(values, "bfloat16").tobytes()

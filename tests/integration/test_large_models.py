@@ -16,7 +16,8 @@ from tiny_checkpoints import hf_config, write_tokenizer
 
 from memascend_jax.checkpoints.export import export_huggingface
 from memascend_jax.dtypes import BF16
-from memascend_jax.models.shapes import LlamaConfig, parameter_count, tensor_shapes
+from memascend_jax.models.model_config import ModelConfig
+from memascend_jax.models.shapes import parameter_count, tensor_shapes
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]
 
@@ -54,7 +55,7 @@ def peak_of(*arguments: str) -> int:
 def test_a_model_of_6_gb_goes_through_a_store_in_little_memory(tmp_path: Path) -> None:
     if shutil.disk_usage(tmp_path).free < 14 * GB:
         pytest.skip("takes 14 GB of disk")
-    shape = LlamaConfig.from_hf(CONFIG)
+    shape = ModelConfig.from_hf(CONFIG)
     assert 2 * parameter_count(shape) > 6 * GB
     (tmp_path / "files").mkdir()
     write_tokenizer(tmp_path / "files")

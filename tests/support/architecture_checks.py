@@ -8,8 +8,8 @@ import numpy as np
 from staged_model import StagedModel
 from tiny_architectures import DOCUMENTS, tiny_weight
 
-from memascend_jax.models.llama import LlamaStages
 from memascend_jax.models.model_config import ModelConfig
+from memascend_jax.models.model_stages import ModelStages
 from memascend_jax.models.shapes import tensor_shapes
 
 #: Both sides compute in float32, in another order and with other approximations of exp and cos.
@@ -26,7 +26,7 @@ def build(config):
 
 def build_from(config, tensors):
     """Returns the staged model of a ``config.json`` and its tensors by name."""
-    stages = LlamaStages(ModelConfig.from_hf(config), "float32", attention_chunk=4)
+    stages = ModelStages(ModelConfig.from_hf(config), "float32", attention_chunk=4)
     return StagedModel(stages, {name: jnp.asarray(value) for name, value in tensors.items()}, plain=True)
 
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from memascend_jax.models.shapes import LlamaConfig, head_weight_name, tensor_shapes
+from memascend_jax.models.model_config import ModelConfig
+from memascend_jax.models.shapes import head_weight_name, tensor_shapes
 
 TINY = {
     "vocab_size": 50,
@@ -21,11 +22,11 @@ TINY = {
 }
 
 
-def tiny_config(*, tied: bool) -> LlamaConfig:
-    return LlamaConfig.from_hf({**TINY, "tie_word_embeddings": tied})
+def tiny_config(*, tied: bool) -> ModelConfig:
+    return ModelConfig.from_hf({**TINY, "tie_word_embeddings": tied})
 
 
-def random_params(config: LlamaConfig, seed: int = 0) -> dict[str, jax.Array]:
+def random_params(config: ModelConfig, seed: int = 0) -> dict[str, jax.Array]:
     tensors = tensor_shapes(config)
     keys = jax.random.split(jax.random.key(seed), len(tensors))
     return {

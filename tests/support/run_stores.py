@@ -10,7 +10,8 @@ import numpy as np
 from stores import ANY_DISK
 
 from memascend_jax.config import load_config, to_dict
-from memascend_jax.models.shapes import EMBED_NAME, LlamaConfig, tensor_shapes
+from memascend_jax.models.model_config import ModelConfig
+from memascend_jax.models.shapes import EMBED_NAME, tensor_shapes
 from memascend_jax.optim.format_conversion import ExactState, Rounding, encode_tile
 from memascend_jax.optim.state_format import state_format, tile_elements
 from memascend_jax.storage.tensor_store import TensorStore
@@ -53,7 +54,7 @@ def make_run_store(paths, name: str = "fp32", *overrides: str, step: int = 7, **
     compute = config.model.compute_dtype
     fmt = state_format(name, "bfloat16" if compute == "auto" else compute)
     state = RunState(step, to_dict(config), TILE, metrics_bytes=123, tokens=4567, results={"seconds": 1.5})
-    tensors = tensor_shapes(LlamaConfig.from_hf(config.model.config))
+    tensors = tensor_shapes(ModelConfig.from_hf(config.model.config))
     specs = [
         spec
         for tensor in tensors

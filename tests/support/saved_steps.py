@@ -11,7 +11,8 @@ from memascend_jax.checkpoints.array_layout import ArrayLayout, state_arrays
 from memascend_jax.checkpoints.orbax_steps import OrbaxSteps, StreamedState
 from memascend_jax.checkpoints.saved_step import StepRecord
 from memascend_jax.dtypes import to_dtype
-from memascend_jax.models.shapes import LlamaConfig, tensor_shapes
+from memascend_jax.models.model_config import ModelConfig
+from memascend_jax.models.shapes import tensor_shapes
 from memascend_jax.optim.state_format import state_format
 
 CONFIG = {
@@ -34,7 +35,7 @@ CHUNK_BYTES = 16384
 
 def small_arrays(name: str = "fp32", chunk_bytes: int = CHUNK_BYTES) -> list[ArrayLayout]:
     return state_arrays(
-        state_format(name, "bfloat16"), tensor_shapes(LlamaConfig.from_hf(CONFIG)), chunk_bytes=chunk_bytes
+        state_format(name, "bfloat16"), tensor_shapes(ModelConfig.from_hf(CONFIG)), chunk_bytes=chunk_bytes
     )
 
 

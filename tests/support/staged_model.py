@@ -15,7 +15,7 @@ _PLAIN = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passe
 
 
 class StagedModel:
-    """A whole model of ``LlamaStages``, each function jitted once; ``params`` by Hugging Face's names.
+    """A whole model of ``ModelStages``, each function jitted once; ``params`` by Hugging Face's names.
 
     ``plain``: without the compiler's optimisations.
     """

@@ -11,7 +11,8 @@ import numpy as np
 from gguf.quants import quantize
 from safetensors.numpy import save_file
 
-from memascend_jax.models.shapes import LlamaConfig, tensor_shapes
+from memascend_jax.models.model_config import ModelConfig
+from memascend_jax.models.shapes import tensor_shapes
 
 #: Rows are multiples of 256, the longest quantisation block.
 HF_CONFIG = {
@@ -53,7 +54,7 @@ def hf_config(**changes):
 def random_tensors(config, dtype=np.float32, seed=0):
     """Every tensor of the model ``config`` describes, under Hugging Face's names."""
     rng = np.random.default_rng(seed)
-    shapes = tensor_shapes(LlamaConfig.from_hf(config))
+    shapes = tensor_shapes(ModelConfig.from_hf(config))
     return {t.name: rng.standard_normal(t.shape, np.float32).astype(dtype) for t in shapes}
 
 
@@ -107,7 +108,7 @@ def write_gguf(
     ``extra`` adds tensors by their GGUF names, ``stored`` adds ``(bytes, type)`` as they are. With ``split`` the model
     goes to parts of so many tensors, as the ``gguf`` package names them.
     """
-    shape = LlamaConfig.from_hf(config)
+    shape = ModelConfig.from_hf(config)
     writer = gguf.GGUFWriter(path, "llama", split_max_tensors=split)
     writer.add_block_count(shape.num_hidden_layers)
     writer.add_context_length(shape.max_position_embeddings)

@@ -17,13 +17,14 @@ from memascend_jax.models.adapters import (
     plan_adapters,
 )
 from memascend_jax.models.known_shapes import known_config
+from memascend_jax.models.model_config import ModelConfig
 from memascend_jax.models.planned_shape import planned_shape
-from memascend_jax.models.shapes import LlamaConfig, tensor_shapes
+from memascend_jax.models.shapes import tensor_shapes
 from memascend_jax.recipes.lora import adapters_of, base_name
 from memascend_jax.recipes.parameter_groups import frozen_tensors, tensor_settings
 from memascend_jax.recipes.planning import plan_config
 
-SHAPE = LlamaConfig.from_hf(
+SHAPE = ModelConfig.from_hf(
     {
         "hidden_size": 64,
         "intermediate_size": 96,
@@ -37,7 +38,7 @@ QV = ("self_attn.q_proj", "self_attn.v_proj")
 MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
 
-def planned(*targets: str, rank: int = 4, shape: LlamaConfig = SHAPE) -> Adapters:
+def planned(*targets: str, rank: int = 4, shape: ModelConfig = SHAPE) -> Adapters:
     return plan_adapters(shape, rank, alpha=8.0, rslora=False, targets=targets)
 
 
@@ -198,7 +199,7 @@ def test_a_group_that_would_train_the_model_beside_adapters_is_refused(group: st
 
 def test_a_step_of_lora_writes_less_than_a_hundredth_of_full_fine_tuning() -> None:
     """SmolLM2 at rank 16: the writes are those of the trained parameters, block by block."""
-    shape = LlamaConfig.from_hf(known_config("smollm2-135m"))
+    shape = ModelConfig.from_hf(known_config("smollm2-135m"))
 
     def plan(*settings: str):
         return plan_config(
@@ -220,7 +221,7 @@ def test_a_step_of_lora_writes_less_than_a_hundredth_of_full_fine_tuning() -> No
 
 
 def test_with_memory_for_the_layers_a_step_reads_rows_and_what_is_trained() -> None:
-    shape = LlamaConfig.from_hf(known_config("smollm2-135m"))
+    shape = ModelConfig.from_hf(known_config("smollm2-135m"))
     plan = plan_config(
         load_config(
             [], ["offload.placement=ssd", "offload.host_memory=2GiB", "lora.rank=16", "data.seq_len=64"]

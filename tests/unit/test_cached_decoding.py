@@ -9,7 +9,7 @@ import llama_oracle
 import numpy as np
 import pytest
 
-from memascend_jax.models.llama import LlamaStages
+from memascend_jax.models.model_stages import ModelStages
 from memascend_jax.models.shapes import NORM_NAME, head_weight_name, layer_tensor_name
 
 #: Prompts of different lengths, padded on the right to the longest.
@@ -27,7 +27,7 @@ class Decoder:
 
     def __init__(self, config):
         self.config, self.params = config, llama_oracle.random_params(config)
-        self.stages = LlamaStages(config, "float32")
+        self.stages = ModelStages(config, "float32")
         positions, one_segment = np.arange(SLOTS)[None], np.ones((1, SLOTS), np.int32)
         self._plain = jax.jit(
             lambda tokens: llama_oracle.plain_logits(config, self.params, tokens, positions, one_segment)

@@ -36,7 +36,8 @@ from memascend_jax.checkpoints.saved_step import (
 from memascend_jax.checkpoints.source import open_checkpoint
 from memascend_jax.checkpoints.verify_step import verify_step
 from memascend_jax.errors import DataError
-from memascend_jax.models.shapes import LlamaConfig, TensorShape, tensor_shapes
+from memascend_jax.models.model_config import ModelConfig
+from memascend_jax.models.shapes import TensorShape, tensor_shapes
 from memascend_jax.optim.state_format import state_format
 
 NAME = "model.layers.0.mlp.up_proj.weight"
@@ -226,7 +227,7 @@ def test_a_newer_version_and_foreign_folders_are_refused(tmp_path: Path) -> None
 
 def test_a_checkpoint_of_another_model_lists_names_and_shapes(tmp_path: Path) -> None:
     save_small(tmp_path, 1)
-    other = tensor_shapes(LlamaConfig.from_hf({**CONFIG, "intermediate_size": 96, "num_hidden_layers": 2}))
+    other = tensor_shapes(ModelConfig.from_hf({**CONFIG, "intermediate_size": 96, "num_hidden_layers": 2}))
     with pytest.raises(DataError) as raised:
         check_model(open_step(tmp_path / "1"), other)
     assert f"'{NAME}' is [80, 64] in the checkpoint, [96, 64] in the model" in str(raised.value)
@@ -238,7 +239,7 @@ def test_the_model_of_a_step_is_read_in_pieces_as_its_masters(tmp_path: Path, na
     values = save_small(tmp_path, 1, name=name)
     model = open_checkpoint(tmp_path)
     assert isinstance(model, SavedModel) and not model.has_tokenizer
-    assert LlamaConfig.from_hf(model.config) == LlamaConfig.from_hf(CONFIG)
+    assert ModelConfig.from_hf(model.config) == ModelConfig.from_hf(CONFIG)
     parts = list(model.pieces(NAME, 16384))
     assert len(parts) > 1 or name == "bf16"
     read = np.concatenate([piece for _, piece in parts])

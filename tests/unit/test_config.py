@@ -27,7 +27,7 @@ from memascend_jax.config import (
 )
 from memascend_jax.config.schema import fields
 from memascend_jax.errors import ConfigError
-from memascend_jax.models.shapes import LlamaConfig
+from memascend_jax.models.model_config import ModelConfig
 
 # The keys that scripts rely on. One may be added; none may go or change its name.
 PROMISED_KEYS = [
@@ -182,7 +182,7 @@ def test_empty_shape_frees_a_recipe_for_another_model(nothing: str, tmp_path: Pa
 
 
 def test_every_key_of_an_exported_shape_is_known() -> None:
-    shape = LlamaConfig.from_hf(SHAPE).to_hf()
+    shape = ModelConfig.from_hf(SHAPE).to_hf()
     overrides = [f"model.config={json.dumps(shape)}"]
     assert load_config(["tiny_random"], overrides).model.config["hidden_size"] == SHAPE["hidden_size"]
 

@@ -17,7 +17,8 @@ from memascend_jax.checkpoints.export import export_huggingface
 from memascend_jax.checkpoints.source import PIECE_BYTES, open_checkpoint
 from memascend_jax.dtypes import to_dtype
 from memascend_jax.errors import ConfigError, DataError
-from memascend_jax.models.shapes import LlamaConfig, tensor_shapes
+from memascend_jax.models.model_config import ModelConfig
+from memascend_jax.models.shapes import tensor_shapes
 from memascend_jax.observe.failure import exit_status
 
 
@@ -25,7 +26,7 @@ class Source:
     """Tensors as a store gives them, counting how much is asked for at a time."""
 
     def __init__(self, dtype="bfloat16", **changes):
-        self.config = LlamaConfig.from_hf(hf_config(**changes))
+        self.config = ModelConfig.from_hf(hf_config(**changes))
         self.dtype = dtype
         self.tensors = random_tensors(hf_config(**changes), to_dtype(dtype))
         self.largest_bytes = 0
@@ -82,7 +83,7 @@ def test_files_come_along_and_the_config_names_the_dtype(tmp_path):
 def test_without_a_config_the_shape_is_written(tmp_path):
     source = Source()
     out = source.export(tmp_path / "out")
-    assert LlamaConfig.from_hf(json.loads((out / "config.json").read_text())) == source.config
+    assert ModelConfig.from_hf(json.loads((out / "config.json").read_text())) == source.config
 
 
 def test_an_existing_folder_is_never_touched(tmp_path):

@@ -17,7 +17,7 @@ from memascend_jax.checkpoints.gguf_header import GgufHeader
 from memascend_jax.checkpoints.positioned_file import PositionedFile
 from memascend_jax.checkpoints.source import open_checkpoint
 from memascend_jax.errors import DataError
-from memascend_jax.models.shapes import LlamaConfig
+from memascend_jax.models.model_config import ModelConfig
 from memascend_jax.units import MIB
 
 MIXED = {
@@ -79,8 +79,8 @@ def test_super_block_types_are_read(tmp_path):
 def test_config_has_hugging_faces_keys(tmp_path):
     config = hf_config()
     checkpoint = open_checkpoint(write_gguf(tmp_path / "m.gguf", config, random_tensors(config)))
-    got = LlamaConfig.from_hf(checkpoint.config)
-    expected = LlamaConfig.from_hf(
+    got = ModelConfig.from_hf(checkpoint.config)
+    expected = ModelConfig.from_hf(
         {**config, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     )
     assert got == expected

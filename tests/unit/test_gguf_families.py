@@ -15,8 +15,9 @@ from memascend_jax.checkpoints.gguf_names import FAMILIES, gguf_name
 from memascend_jax.checkpoints.source import open_checkpoint
 from memascend_jax.errors import DataError
 from memascend_jax.models.hf_config import config_faults
+from memascend_jax.models.model_config import ModelConfig
 from memascend_jax.models.planned_shape import planned_shape
-from memascend_jax.models.shapes import LlamaConfig, tensor_shapes
+from memascend_jax.models.shapes import tensor_shapes
 
 SIZES = {
     "block_count": 2,
@@ -174,6 +175,6 @@ def test_a_model_of_every_family_is_read_in_hugging_faces_order(tmp_path, archit
             np.testing.assert_allclose(
                 read_whole(checkpoint, name, max_bytes=max_bytes), value, **close, err_msg=name
             )
-    ours, theirs = (LlamaConfig.from_hf(each).to_hf() for each in (checkpoint.config, config))
+    ours, theirs = (ModelConfig.from_hf(each).to_hf() for each in (checkpoint.config, config))
     different = {key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key)}
     assert different <= {"bos_token_id", "eos_token_id", "pad_token_id", "query_pre_attn_scalar"}

@@ -16,7 +16,8 @@ from memascend_jax import cli
 from memascend_jax.checkpoints.export import export_huggingface
 from memascend_jax.checkpoints.model_files import is_passed_on
 from memascend_jax.checkpoints.shard_layout import Entry, plan_shards
-from memascend_jax.models.shapes import LlamaConfig, tensor_shapes
+from memascend_jax.models.model_config import ModelConfig
+from memascend_jax.models.shapes import tensor_shapes
 
 BF16, F16, F32 = ml_dtypes.bfloat16, np.float16, np.float32
 #: Files of real folders, with what they hold: nobody reads most of them here.
@@ -123,7 +124,7 @@ def test_a_size_that_is_asked_for_wins_over_the_files_that_were(tmp_path, sharde
 
 def test_what_was_trained_goes_to_the_file_that_it_came_from(tmp_path):
     """An export of a run: other values, other types, a head that is no longer tied."""
-    config = LlamaConfig.from_hf(hf_config(num_hidden_layers=1, tie_word_embeddings=False))
+    config = ModelConfig.from_hf(hf_config(num_hidden_layers=1, tie_word_embeddings=False))
     shapes = tensor_shapes(config)
     home = {shape.name: f"x-{index % 2}.safetensors" for index, shape in enumerate(shapes[:-1])}
     index = json.dumps(

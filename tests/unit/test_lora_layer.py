@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from memascend_jax.models.adapters import adapter_shapes, plan_adapters
-from memascend_jax.models.llama import LlamaStages
 from memascend_jax.models.lora import adapted_linear
 from memascend_jax.models.matmul import linear, plan_precision
-from memascend_jax.models.shapes import LlamaConfig, layer_shapes
+from memascend_jax.models.model_config import ModelConfig
+from memascend_jax.models.model_stages import ModelStages
+from memascend_jax.models.shapes import layer_shapes
 
-SHAPE = LlamaConfig.from_hf(
+SHAPE = ModelConfig.from_hf(
     {
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -74,8 +75,8 @@ def layer_inputs():
 
 def test_a_layer_with_adapters_is_the_layer_with_merged_weights() -> None:
     params, x, dy, positions, segments = layer_inputs()
-    adapted = LlamaStages(SHAPE, "float32", adapters=ADAPTERS)
-    plain = LlamaStages(SHAPE, "float32")
+    adapted = ModelStages(SHAPE, "float32", adapters=ADAPTERS)
+    plain = ModelStages(SHAPE, "float32")
     assert set(adapted.layer_names) == set(params)
     merged = {}
     for name in plain.layer_names:
@@ -100,7 +101,7 @@ def test_a_layer_with_adapters_is_the_layer_with_merged_weights() -> None:
 
 def test_only_what_is_trained_is_differentiated_and_costs_less() -> None:
     params, x, dy, positions, segments = layer_inputs()
-    stages = LlamaStages(SHAPE, "float32", adapters=ADAPTERS)
+    stages = ModelStages(SHAPE, "float32", adapters=ADAPTERS)
     factors = tuple(name for name in params if "lora" in name)
     arguments = (params, x, dy, positions, segments)
 

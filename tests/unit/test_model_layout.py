@@ -8,7 +8,8 @@ from itertools import pairwise
 
 import pytest
 
-from memascend_jax.models.shapes import EMBED_NAME, LlamaConfig
+from memascend_jax.models.model_config import ModelConfig
+from memascend_jax.models.shapes import EMBED_NAME
 from memascend_jax.optim.state_format import BLOCK_BYTES, itemsize, state_format, tile_elements
 from memascend_jax.training.model_layout import plan_layout
 from memascend_jax.training.stage_schedule import HEAD, LAYER
@@ -48,7 +49,7 @@ def fmt(request):
 @pytest.fixture(params=[SMOLLM2, ODD, WIDE], ids=["smollm2", "odd", "wide"])
 def layout(request, fmt):
     return plan_layout(
-        LlamaConfig.from_hf(request.param), fmt, target_tile_elements=1 << 18, target_head_bytes=1 << 20
+        ModelConfig.from_hf(request.param), fmt, target_tile_elements=1 << 18, target_head_bytes=1 << 20
     )
 
 
@@ -80,7 +81,7 @@ def test_update_groups_stay_inside_a_stage(layout):
 
 def test_head_tiles_are_whole_optimizer_tiles_where_rows_allow():
     layout = plan_layout(
-        LlamaConfig.from_hf(SMOLLM2),
+        ModelConfig.from_hf(SMOLLM2),
         state_format("fp32", "bfloat16"),
         target_tile_elements=1 << 20,
         target_head_bytes=8 << 20,
@@ -125,7 +126,7 @@ def test_head_tiles_cover_the_vocabulary_and_have_one_shape(layout):
 
 def test_no_slot_is_as_large_as_the_embedding():
     layout = plan_layout(
-        LlamaConfig.from_hf(SMOLLM2),
+        ModelConfig.from_hf(SMOLLM2),
         state_format("fp32", "bfloat16"),
         target_tile_elements=1 << 19,
         target_head_bytes=8 << 20,

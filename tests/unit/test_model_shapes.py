@@ -50,7 +50,7 @@ def test_shapes_are_those_of_the_modules(variant):
     import jax
     from flax import nnx
 
-    from memascend_jax.models.llama_layer import DecoderLayer
+    from memascend_jax.models.decoder_layer import DecoderLayer
     from memascend_jax.models.matmul import plan_precision
 
     config = ModelConfig.from_hf(VARIANTS[variant])

@@ -10,14 +10,15 @@ import pytest
 
 from memascend_jax.data.examples import Encoded, ExampleBuilder
 from memascend_jax.data.packing import Microbatch, pack
-from memascend_jax.models.llama import LlamaStages
-from memascend_jax.models.shapes import LlamaConfig, head_weight_name, layer_tensor_name, tensor_shapes
+from memascend_jax.models.model_config import ModelConfig
+from memascend_jax.models.model_stages import ModelStages
+from memascend_jax.models.shapes import head_weight_name, layer_tensor_name, tensor_shapes
 
 SEQ_LEN = 48
 LENGTHS = (17, 9, 24, 5, 40, 30, 12, 2)
 #: The issue's bound, in float32; the same sums in another order differ by 1e-6.
 TOLERANCE = 1e-5
-CONFIG = LlamaConfig.from_hf(
+CONFIG = ModelConfig.from_hf(
     {
         "vocab_size": 64,
         "hidden_size": 32,
@@ -30,7 +31,7 @@ CONFIG = LlamaConfig.from_hf(
 )
 
 
-STAGES = LlamaStages(CONFIG, "float32")
+STAGES = ModelStages(CONFIG, "float32")
 LAYER = jax.jit(STAGES.layer)
 
 

@@ -8,7 +8,8 @@ import pytest
 from memascend_jax.config import load_config
 from memascend_jax.config.sections import OptimizerSection
 from memascend_jax.errors import ConfigError
-from memascend_jax.models.shapes import LlamaConfig, tensor_shapes
+from memascend_jax.models.model_config import ModelConfig
+from memascend_jax.models.shapes import tensor_shapes
 from memascend_jax.recipes.parameter_groups import frozen_tensors, tensor_settings
 from memascend_jax.training.update import TensorSettings
 
@@ -19,7 +20,7 @@ SHAPE = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
 }
-TENSORS = tensor_shapes(LlamaConfig.from_hf(SHAPE))
+TENSORS = tensor_shapes(ModelConfig.from_hf(SHAPE))
 
 
 def optimizer(*groups: str) -> OptimizerSection:

@@ -17,7 +17,7 @@ from memascend_jax.checkpoints.peft_adapter import export_adapter, open_adapter
 from memascend_jax.checkpoints.source import open_checkpoint
 from memascend_jax.errors import DataError
 from memascend_jax.models.adapters import is_adapter, model_tensors, plan_adapters
-from memascend_jax.models.shapes import LlamaConfig
+from memascend_jax.models.model_config import ModelConfig
 from memascend_jax.recipes.adapter_merge import merge_adapters
 from memascend_jax.recipes.export_source import ExportSource
 
@@ -29,7 +29,7 @@ KEYS = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-SHAPE = LlamaConfig.from_hf(KEYS)
+SHAPE = ModelConfig.from_hf(KEYS)
 ADAPTERS = plan_adapters(SHAPE, 4, alpha=6.0, rslora=False, targets=["q_proj", "down_proj"])
 FILES = {
     "config.json": b"{}",
@@ -39,7 +39,7 @@ FILES = {
 }
 
 
-def values(shape: LlamaConfig = SHAPE, adapters=ADAPTERS) -> dict[str, np.ndarray]:
+def values(shape: ModelConfig = SHAPE, adapters=ADAPTERS) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     tensors = model_tensors(shape, adapters)
     return {tensor.name: rng.standard_normal(tensor.shape, np.float32) for tensor in tensors}

@@ -9,9 +9,10 @@ from tiny_checkpoints import hf_config
 
 from memascend_jax.checkpoints.random_init import BLOCK, random_pieces
 from memascend_jax.errors import DataError
-from memascend_jax.models.shapes import EMBED_NAME, NORM_NAME, LlamaConfig, layer_tensor_name
+from memascend_jax.models.model_config import ModelConfig
+from memascend_jax.models.shapes import EMBED_NAME, NORM_NAME, layer_tensor_name
 
-CONFIG = LlamaConfig.from_hf(hf_config(vocab_size=1100))
+CONFIG = ModelConfig.from_hf(hf_config(vocab_size=1100))
 
 
 def whole(name, seed=0, **kwargs):

@@ -17,8 +17,9 @@ from tokenizers import Tokenizer
 
 from memascend_jax.checkpoints.smollm2 import cached_smollm2_135m
 from memascend_jax.checkpoints.source import open_checkpoint
-from memascend_jax.models.llama import LlamaStages
-from memascend_jax.models.shapes import EMBED_NAME, NORM_NAME, LlamaConfig, layer_tensor_name
+from memascend_jax.models.model_config import ModelConfig
+from memascend_jax.models.model_stages import ModelStages
+from memascend_jax.models.shapes import EMBED_NAME, NORM_NAME, layer_tensor_name
 
 pytestmark = pytest.mark.integration
 
@@ -91,8 +92,8 @@ def test_exported_tokenizer_is_the_same(checkpoint, golden):
 
 
 def test_logits_are_those_of_transformers(checkpoint, golden):
-    config = LlamaConfig.from_hf(checkpoint.config)
-    stages = LlamaStages(config, "float32")
+    config = ModelConfig.from_hf(checkpoint.config)
+    stages = ModelStages(config, "float32")
     tokens, lengths = padded_prompts(golden)
     positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
     segments = (positions < lengths[:, None]).astype(np.int32)
@@ -116,8 +117,8 @@ def test_logits_are_those_of_transformers(checkpoint, golden):
 
 
 def test_greedy_continuation_is_that_of_transformers(checkpoint, golden):
-    config = LlamaConfig.from_hf(checkpoint.config)
-    stages = LlamaStages(config, "float32")
+    config = ModelConfig.from_hf(checkpoint.config)
+    stages = ModelStages(config, "float32")
     table, norm = whole(checkpoint, EMBED_NAME), whole(checkpoint, NORM_NAME)
     # Held whole here, for 24 passes over the file would take a minute.
     params = list(layers(checkpoint, config, stages.layer_names))

@@ -17,9 +17,9 @@ from jax import Array
 
 from memascend_jax.models import generate, losses
 from memascend_jax.models.adapters import Adapters, adapter_shapes
+from memascend_jax.models.decoder_layer import DecoderLayer, add_adapters, rms_norm
 from memascend_jax.models.generate import GreedyCarry
 from memascend_jax.models.layer_kinds import kind_number
-from memascend_jax.models.llama_layer import DecoderLayer, add_adapters, rms_norm
 from memascend_jax.models.losses import HeadCarry
 from memascend_jax.models.matmul import Precision, plan_precision
 from memascend_jax.models.model_config import ModelConfig
@@ -29,7 +29,7 @@ from memascend_jax.models.shapes import layer_shapes
 LayerArrays = dict[str, Array]
 
 
-class LlamaStages:
+class ModelStages:
     """The stage functions of one model shape in one compute dtype.
 
     Shapes: ``B`` sequences of ``S`` tokens, hidden size ``H``, ``V`` vocabulary entries. ``x`` and its

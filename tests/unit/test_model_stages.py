@@ -12,8 +12,8 @@ from staged_model import StagedModel
 
 from memascend_jax.errors import MachineError
 from memascend_jax.models import losses
-from memascend_jax.models.llama import LlamaStages
 from memascend_jax.models.matmul import Precision, plan_precision
+from memascend_jax.models.model_stages import ModelStages
 from memascend_jax.models.shapes import layer_shapes, layer_tensor_name, tensor_shapes
 
 BATCH, SEQ = 2, 12
@@ -51,7 +51,7 @@ def test_every_gradient_equals_that_of_the_plain_model(tied, tile_rows, monkeypa
     monkeypatch.setattr(losses, "CHUNK_BYTES", 4 * tile_rows * 17)  # two chunks of tokens, the last padded
     config = llama_oracle.tiny_config(tied=tied)
     params, batch = llama_oracle.random_params(config), example(config)
-    stages = LlamaStages(config, "float32", attention_chunk=4)
+    stages = ModelStages(config, "float32", attention_chunk=4)
     loss, grads = stage_loss_and_grads(stages, params, batch, tile_rows=tile_rows, scale=0.25)
 
     def objective(p):
@@ -69,7 +69,7 @@ def test_bfloat16_gradients_are_float32_and_near_those_of_float32():
     config = llama_oracle.tiny_config(tied=True)
     params, batch = llama_oracle.random_params(config), example(config)
     stored = {name: value.astype(jnp.bfloat16) for name, value in params.items()}
-    stages = LlamaStages(config, "bfloat16", attention_chunk=4)
+    stages = ModelStages(config, "bfloat16", attention_chunk=4)
     loss, grads = stage_loss_and_grads(stages, stored, batch, tile_rows=25, scale=1.0)
     exact = {name: value.astype(jnp.float32) for name, value in stored.items()}
     plain = jax.jit(jax.value_and_grad(lambda p: llama_oracle.plain_loss(config, p, *batch)))
@@ -102,7 +102,7 @@ def test_every_way_to_multiply_rounds_as_bfloat16_operands_do(stored_dtype, way)
     x, dy = x.astype(jnp.bfloat16), dy.astype(jnp.bfloat16)
     results = []
     for chosen in ({"upcast_operands": False}, way):
-        stages = LlamaStages(config, "bfloat16", precision=Precision(jnp.dtype(jnp.bfloat16), **chosen))
+        stages = ModelStages(config, "bfloat16", precision=Precision(jnp.dtype(jnp.bfloat16), **chosen))
         results.append(jax.jit(stages.layer_backward)(local, x, dy, positions, segments))
     (_, grads), (_, other) = results
     for name, value in grads.items():
@@ -114,7 +114,7 @@ def test_every_way_to_multiply_rounds_as_bfloat16_operands_do(stored_dtype, way)
 @pytest.mark.parametrize("upcast", [False, True])
 def test_compiling_drops_no_rounding(upcast):
     config, local, x, _, positions, segments = layer_example(jnp.bfloat16)
-    stages = LlamaStages(config, "bfloat16", precision=Precision(jnp.dtype(jnp.bfloat16), upcast))
+    stages = ModelStages(config, "bfloat16", precision=Precision(jnp.dtype(jnp.bfloat16), upcast))
     args = (local, x.astype(jnp.bfloat16), positions, segments)
     np.testing.assert_array_equal(jax.jit(stages.layer)(*args), stages.layer(*args))
 
@@ -138,7 +138,7 @@ def test_an_operand_that_is_turned_gives_the_same_product(shape, other, dims):
 @pytest.mark.parametrize("chunk", [1, 5, 64])
 def test_layer_does_not_depend_on_the_attention_chunk(chunk):
     config, local, x, _, positions, segments = layer_example(jnp.float32)
-    got = jax.jit(LlamaStages(config, "float32", attention_chunk=chunk).layer)(local, x, positions, segments)
+    got = jax.jit(ModelStages(config, "float32", attention_chunk=chunk).layer)(local, x, positions, segments)
     assert_close(got, llama_oracle.plain_layer(config, local, x, positions, segments))
 
 
@@ -146,7 +146,7 @@ def test_layers_of_one_shape_share_an_executable():
     config = llama_oracle.tiny_config(tied=True)
     params = llama_oracle.random_params(config)
     *_, positions, segments = example(config)
-    stages = LlamaStages(config, "float32")
+    stages = ModelStages(config, "float32")
     traces = []
     step = jax.jit(lambda *args: traces.append(1) or stages.layer(*args))
     x = jnp.ones((BATCH, SEQ, config.hidden_size))
