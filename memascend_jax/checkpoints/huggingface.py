@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Llama model in a Hugging Face folder: ``config.json``, safetensors whole or in shards, tokenizer."""
+"""A model in a Hugging Face folder: ``config.json``, safetensors whole or in shards, tokenizer.
+
+Of a model that reads more than text the language model is taken, under the names and with the ``config.json`` that it
+has alone.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 from numpy.typing import NDArray
 
 from memascend_jax.checkpoints.folder_weights import FolderWeights
-from memascend_jax.checkpoints.model_files import INDEX, ModelFiles
+from memascend_jax.checkpoints.model_files import CONFIG, INDEX, ModelFiles
 from memascend_jax.checkpoints.positioned_file import AHEAD_BYTES, read_ahead
 from memascend_jax.checkpoints.safetensors_file import SafetensorsFile, elements_of
 from memascend_jax.checkpoints.sampled_digest import sampled_digest
 from memascend_jax.checkpoints.source import PIECE_BYTES, CheckpointTensor
 from memascend_jax.checkpoints.tensor_faults import check_model_tensors, shape_of
 from memascend_jax.errors import DataError
+from memascend_jax.models.language_model import language_model_config, language_model_names
 from memascend_jax.models.model_config import ModelConfig
 from memascend_jax.models.shapes import tensor_shapes
 
@@ -39,7 +44,10 @@ class HuggingFaceCheckpoint:
         self._texts = ModelFiles(str(folder), partial(_read_text, folder), partial(_names, folder))
         self._weights, shape, self.config = self._open(folder)
         try:
-            found = {name: self._file_of(name).tensors[name] for name in self._weights.home}
+            home = self._weights.home
+            #: By our name the files' own.
+            self._stored = language_model_names(home) if self._is_a_part else {name: name for name in home}
+            found = {name: self._file_of(name).tensors[own] for name, own in self._stored.items()}
             check_model_tensors(found, shape, str(folder), _FLOAT)
             # What else is in the files, such as a tied head or the rotary frequencies, is left alone.
             self.tensors = {
@@ -56,7 +64,7 @@ class HuggingFaceCheckpoint:
         config: dict[str, Any] = {}
         shape = weights = None
         try:
-            config = self._texts.config
+            config = dict(language_model_config(self._texts.config))
             shape = shape_of(config, str(folder))
         except DataError as error:
             faults.append(str(error))
@@ -74,7 +82,7 @@ class HuggingFaceCheckpoint:
 
     def pieces(self, name: str, max_bytes: int = PIECE_BYTES) -> Iterator[tuple[int, NDArray[Any]]]:
         """Yields the tensor in blocks of whole rows; see ``source.Checkpoint``."""
-        return self._file_of(name).pieces(name, max_bytes)
+        return self._file_of(name).pieces(self._stored[name], max_bytes)
 
     def stream(
         self, sizes: Mapping[str, int], ahead_bytes: int = AHEAD_BYTES
@@ -87,9 +95,12 @@ class HuggingFaceCheckpoint:
             sizes: most bytes of a piece, by name.
             ahead_bytes: how much is being read.
         """
-        planned = chain.from_iterable(self._file_of(name).plan(name, size) for name, size in sizes.items())
+        ours = {self._stored[name]: name for name in sizes}
+        planned = chain.from_iterable(
+            self._file_of(name).plan(self._stored[name], size) for name, size in sizes.items()
+        )
         for piece, stored in read_ahead(planned, ahead_bytes):
-            name, start = piece.tag
+            name, start = ours[piece.tag[0]], piece.tag[1]
             yield name, start, elements_of(stored, self.tensors[name].dtype)
 
     @property
@@ -109,13 +120,22 @@ class HuggingFaceCheckpoint:
         return self._texts.tokenizer()
 
     def export_files(self) -> dict[str, bytes]:
-        return self._texts.passed_on()
+        files = self._texts.passed_on()
+        if self._is_a_part:
+            # What the files were called and held was the whole model's.
+            files.pop(INDEX, None)
+            files[CONFIG] = (json.dumps(self.config, indent=2) + "\n").encode()
+        return files
+
+    @property
+    def _is_a_part(self) -> bool:
+        return "text_config" in self._texts.config
 
     def close(self) -> None:
         self._weights.close()
 
     def _file_of(self, name: str) -> SafetensorsFile:
-        return self._weights.files[self._weights.home[name]]
+        return self._weights.files[self._weights.home[self._stored[name]]]
 
 
 def _read_text(folder: Path, name: str) -> bytes | None:

@@ -15,6 +15,7 @@ from typing import Any
 from memascend_jax.errors import DataError
 from memascend_jax.models.families import FAMILIES
 from memascend_jax.models.hf_config import config_faults, read_config
+from memascend_jax.models.language_model import language_model_config
 from memascend_jax.models.model_config import ModelConfig
 from memascend_jax.models.shapes import LayerShapes, layer_shapes
 
@@ -61,7 +62,8 @@ def planned_shape(config: Mapping[str, Any]) -> PlannedShape:
 
 
 def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The ``config.json`` of the text part of a model that reads more than text, else ``config``."""
+    """As ``language_model_config``, and of an architecture that is not known here what it says of its text part."""
+    config = language_model_config(config)
     part = config.get("text_config")
     return part if isinstance(part, Mapping) else config
 

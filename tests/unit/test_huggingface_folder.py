@@ -13,10 +13,12 @@ import struct
 import ml_dtypes
 import numpy as np
 import pytest
+from tiny_architectures import VARIANTS
 from tiny_checkpoints import hf_config, random_tensors, read_whole, write_folder
 
 from memascend_jax.checkpoints.source import PiecesInOrder, open_checkpoint
 from memascend_jax.errors import DataError
+from memascend_jax.models.model_config import ModelConfig
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -43,6 +45,36 @@ def test_what_the_model_does_not_use_is_left_alone(tmp_path):
     }
     checkpoint = open_checkpoint(write_folder(tmp_path / "model", config, {**tensors, **extra}))
     assert checkpoint.tensors.keys() == tensors.keys()
+
+
+@pytest.mark.parametrize("renamed", ["language_model.model.", "model.language_model."])
+def test_of_a_model_that_reads_images_too_the_language_model_is_taken(tmp_path, renamed):
+    text = {**VARIANTS["gemma3"], "vocab_size": 288, "architectures": None}
+    tensors = random_tensors(text)
+    stored = {renamed + name.removeprefix("model."): value for name, value in tensors.items()}
+    config = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "eos_token_id": [1, 106],
+        "text_config": {
+            key: value for key, value in text.items() if key not in ("architectures", "eos_token_id")
+        },
+        "vision_config": {"hidden_size": 2},
+    }
+    other = {"vision_tower.layers.0.weight": np.ones(2, np.float32)}
+    checkpoint = open_checkpoint(write_folder(tmp_path / "model", config, {**stored, **other}, shards=2))
+    assert checkpoint.tensors.keys() == tensors.keys()
+    streamed = {name: [] for name in tensors}
+    for name, _, values in checkpoint.stream(dict.fromkeys(tensors, 1000)):
+        streamed[name].append(values)
+    for name, value in tensors.items():
+        np.testing.assert_array_equal(read_whole(checkpoint, name, max_bytes=1000), value)
+        np.testing.assert_array_equal(np.concatenate(streamed[name]), value.reshape(-1))
+    files = checkpoint.export_files()
+    exported = json.loads(files["config.json"])
+    assert "model.safetensors.index.json" not in files
+    assert (exported["model_type"], exported["architectures"]) == ("gemma3_text", ["Gemma3ForCausalLM"])
+    assert ModelConfig.from_hf(exported) == ModelConfig.from_hf({**text, "eos_token_id": [1, 106]})
 
 
 def test_special_tokens_template_and_files_come_along(tmp_path):
