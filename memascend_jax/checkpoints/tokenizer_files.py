@@ -131,8 +131,10 @@ def _named_tokens(files: ModelFiles) -> list[tuple[int | None, AddedToken]]:
     found: list[tuple[int | None, AddedToken | None]] = [
         (index, _token(value, special=False)) for index, value in numbered
     ]
+    # Models name tokens of their own too, as ``image_token``.
+    names = [*_NAMED, *(name for name in settings if name.endswith("_token") and name not in _NAMED)]
     more = [entry for name in _MORE for entry in _entries(settings.get(name))]
-    found += [(None, _token(value, special=True)) for value in (*map(settings.get, _NAMED), *more)]
+    found += [(None, _token(value, special=True)) for value in (*map(settings.get, names), *more)]
     return [(index, token) for index, token in found if token is not None]
 
 

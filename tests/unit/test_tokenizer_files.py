@@ -48,6 +48,7 @@ def test_a_tokenizer_that_was_saved_to_cut_and_pad_does_neither():
     "files",
     [
         {"tokenizer_config__json": {"pad_token": "<pad>", "additional_special_tokens": ["<|im_end|>"]}},
+        {"tokenizer_config__json": {"pad_token": "<pad>", "turn_token": "<|im_end|>", "add_bos_token": True}},
         {
             "tokenizer_config__json": {
                 "added_tokens_decoder": {
@@ -61,7 +62,7 @@ def test_a_tokenizer_that_was_saved_to_cut_and_pad_does_neither():
             "special_tokens_map__json": {"pad_token": {"content": "<pad>"}, "eos_token": "<|im_end|>"},
         },
     ],
-    ids=["named", "decoder", "older"],
+    ids=["named", "own", "decoder", "older"],
 )
 def test_tokens_that_are_named_beside_the_tokenizer_are_tokens(files):
     tokenizer = tokenizer_of(**files)
