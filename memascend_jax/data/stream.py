@@ -27,7 +27,7 @@ from memascend_jax.data.sequences import Packing, Position
 from memascend_jax.errors import DataError
 
 #: Bytes of memory that a stream takes, counted in the plan: "Ten gigabytes of JSONL" in docs/experiment_log.md.
-STREAM_BYTES = 96 << 20
+STREAM_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)

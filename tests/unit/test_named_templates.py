@@ -12,13 +12,16 @@ import pytest
 from byte_coder import byte_tokenizer
 from conversations import conversation
 from family_tokenizers import FAMILIES, family_tokenizer
+from tiny_checkpoints import hf_config, random_tensors, write_folder
 from tokenizers import Tokenizer
 
+from memascend_jax.config import load_config
 from memascend_jax.data.chat import ChatTemplate
 from memascend_jax.data.named_templates import NAMED, chat_template, missing_tokens
 from memascend_jax.data.records import example_of
 from memascend_jax.data.tokenize import Coder
 from memascend_jax.errors import DataError
+from memascend_jax.recipes.inputs import open_model
 
 HERE = Path(__file__).parent / "golden"
 GOLDEN = json.loads((HERE / "template_masks.json").read_text(encoding="utf-8"))
@@ -129,6 +132,17 @@ def test_a_file_is_a_template_and_what_is_neither_is_named(tmp_path: Path) -> No
     (tmp_path / "latin.jinja").write_bytes(b"\xe9")
     with pytest.raises(DataError, match="is not UTF-8 text"):
         chat_template(str(tmp_path / "latin.jinja"))
+
+
+def test_the_exported_model_has_the_template_that_was_chosen(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model", hf_config(), random_tensors(hf_config()))
+    source = [f"model.source={folder}", "data.seq_len=16"]
+    for chosen, text in (([], None), (["data.chat_template=chatml"], chat_template("chatml"))):
+        model = open_model(load_config([], [*source, *chosen]))
+        files = model.export_files()
+        model.close()
+        assert files.get("chat_template.jinja") == (text and text.encode())
+    assert any("has no <|im_start|>" in note for note in model.notes)
 
 
 def test_tokens_that_the_tokenizer_has_not_are_told() -> None:
