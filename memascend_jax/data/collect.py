@@ -52,6 +52,8 @@ def collect(
             outcome, pieces = _sorted_out(encoded, bool(block.is_text[index]), seq_len, too_long)
             numbers = [builder.add(piece) for piece in pieces]
             used, spent = sum(len(piece.tokens) for piece in pieces), len(pieces) - 1
+            collection.with_special_text += bool(block.special[index])
+            collection.answers_not_found += int(block.not_found[index])
             collection.ranks.append(rank)
             collection.outcomes.append(outcome)
             collection.first.append(numbers[0] if numbers else 0)
@@ -66,8 +68,6 @@ def collect(
             if rank in kept:
                 remember(collection.questions, rank, question)
         collection.kinds += block.kinds
-        collection.with_special_text += block.with_special_text
-        collection.answers_not_found += block.answers_not_found
         collection.wrong += len(block.faults)
     return collection
 

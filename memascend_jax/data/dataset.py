@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from memascend_jax.data.collect import check_vocabulary, nothing_trained
+from memascend_jax.data.collect import Collected, check_vocabulary, nothing_trained
 from memascend_jax.data.collection import Collection, Counts, Question
 from memascend_jax.data.encode import remember
 from memascend_jax.data.examples import ExampleBuilder
@@ -42,7 +42,7 @@ class Dataset:
     """Training and held-out sequences, what became of the examples, and questions to show answers to.
 
     ``held_out`` is None when nothing is held out. ``questions`` are held out where anything is. ``notes`` are
-    sentences that a user should see. ``counts`` are those of what is in memory; ``streams`` have their own.
+    sentences that a user should see. ``counts`` and ``collected`` are of what is in memory; ``streams`` have their own.
     """
 
     train: TrainingSequences
@@ -52,6 +52,7 @@ class Dataset:
     questions: tuple[Question, ...] = ()
     notes: tuple[str, ...] = ()
     streams: tuple[StreamedSequences, ...] = ()
+    collected: tuple[Collected, ...] = ()
 
     @property
     def sequences(self) -> int:
@@ -91,7 +92,12 @@ class Dataset:
         shown = f"{self.train.held:,}" if sequences is None else f"{sequences:,}"
         if sequences is not None:
             rows.append(("sequences", shown, f"{len(held_out) if held_out else 0:,}"))
-        notes = [*self.notes, *(_about_stream(stream) for stream in self.streams)]
+        streams = [stream.first_chunk().collected for stream in self.streams]
+        notes = [
+            *self.notes,
+            *_about_records([*self.collected, *streams]),
+            *(_about_stream(stream) for stream in self.streams),
+        ]
         return Preview(decoded_spans(self.train.first_example(), coder), rows, notes)
 
     def close(self) -> None:
@@ -162,8 +168,9 @@ def build_dataset(settings: DataSettings, coder: Coder | None, *, vocab_size: in
         counts=counts,
         held_out_counts=sum((some.counts() for some in held), Counts()),
         questions=tuple(question for _, question in questions),
-        notes=(*settings.notes, *_notes(parts, held, settings, len(held_out))),
+        notes=(*settings.notes, *_about_held_out(parts, settings, len(held_out))),
         streams=tuple(streams),
+        collected=_collected(parts, held),
     )
 
 
@@ -200,41 +207,45 @@ def _about_stream(stream: StreamedSequences) -> str:
     )
 
 
-def _notes(
-    parts: Sequence[Part], held: Sequence[Held], settings: DataSettings, held_out: int
-) -> Iterator[str]:
-    collections = _distinct([part.collection for part in parts] + [some.collection for some in held])
+def _collected(parts: Sequence[Part], held: Sequence[Held]) -> tuple[Collected, ...]:
+    """What is told of the collections, of each once: of a source in memory the held-out part is in its collection."""
+    found: list[Collection] = []
+    for collection in (*(part.collection for part in parts), *(some.collection for some in held)):
+        if collection is not None and not any(collection is other for other in found):
+            found.append(collection)
+    return tuple(
+        Collected(Counts(), one.kinds, one.with_special_text, one.answers_not_found) for one in found
+    )
+
+
+def _about_records(collected: Sequence[Collected]) -> Iterator[str]:
     kinds: Counter[str] = Counter()
-    for collection in collections:
-        kinds += collection.kinds
+    for some in collected:
+        kinds += some.kinds
     if len(kinds) > 1:
         listed = ", ".join(f"{count:,} {kind}" for kind, count in sorted(kinds.items()))
         yield f"the records are of several kinds: {listed}; data.kind takes only one of them"
-    special = sum(collection.with_special_text for collection in collections)
+    special = sum(some.with_special_text for some in collected)
     if special:
         yield (
             f"{counted(special, 'example contains', 'examples contain')} the text of special tokens, such as"
             " an end of turn, which the model reads as such"
         )
-    not_found = sum(collection.answers_not_found for collection in collections)
+    not_found = sum(some.answers_not_found for some in collected)
     if not_found:
         yield (
             f"{counted(not_found, 'answer is', 'answers are')} not trained: the chat template writes"
             " them otherwise, or not at all, once more messages follow"
         )
-    if not held_out and (settings.eval_fraction or settings.eval_source is not None):
-        if all(part.collection is not None for part in parts):
-            yield "nothing is held out: the data has only one distinct example"
-        else:
-            yield (
-                f"nothing is held out: data.eval_fraction={settings.eval_fraction:g} chose no example of those that "
-                "were looked at; raise it, or give data.eval_source"
-            )
 
 
-def _distinct(collections: Sequence[Collection | None]) -> list[Collection]:
-    found: list[Collection] = []
-    for collection in collections:
-        if collection is not None and not any(collection is other for other in found):
-            found.append(collection)
-    return found
+def _about_held_out(parts: Sequence[Part], settings: DataSettings, held_out: int) -> Iterator[str]:
+    if held_out or not (settings.eval_fraction or settings.eval_source is not None):
+        return
+    if all(part.collection is not None for part in parts):
+        yield "nothing is held out: the data has only one distinct example"
+    else:
+        yield (
+            f"nothing is held out: data.eval_fraction={settings.eval_fraction:g} chose no example of those that "
+            "were looked at; raise it, or give data.eval_source"
+        )

@@ -39,17 +39,17 @@ class EncodedBlock:
         is_text: whether each is a text that may be cut into sequences.
         kinds: records by kind.
         questions: those of the smallest ranks, with their rank.
-        with_special_text: examples in which somebody writes a special token.
-        answers_not_found: answers that the template does not show as they are.
+        special: whether somebody writes a special token in it.
+        not_found: answers of each that the template does not show as they are; int32.
     """
 
     examples: Examples
     ranks: npt.NDArray[np.uint64]
     is_text: npt.NDArray[np.bool_]
+    special: npt.NDArray[np.bool_]
+    not_found: npt.NDArray[np.int32]
     kinds: Counter[str] = field(default_factory=Counter)
     questions: list[tuple[int, Question]] = field(default_factory=list)
-    with_special_text: int = 0
-    answers_not_found: int = 0
     faults: Sequence[Fault] = ()
 
     def __len__(self) -> int:
@@ -85,20 +85,19 @@ class Encoder:
         faults: list[Fault] = []
         kinds: Counter[str] = Counter()
         questions: list[tuple[int, Question]] = []
-        special = not_found = 0
+        special, not_found = list[bool](), list[int]()
         for group in self._groups(block, faults):
             rendered = [self._rendered(example) for example in group]
             for example, chat in zip(group, rendered, strict=True):
-                if chat is not None and example.messages is not None:
-                    answers = sum(message["role"] == ASSISTANT for message in example.messages)
-                    not_found += max(0, answers - chat.answers)
+                answers = sum(message["role"] == ASSISTANT for message in example.messages or ())
+                not_found.append(max(0, answers - chat.answers) if chat is not None else 0)
             for example, encoded in zip(group, self._encoded(group, rendered), strict=True):
                 rank = int.from_bytes(hashlib.sha256(example.key.encode()).digest()[:8], "big")
                 builder.add(encoded)
                 ranks.append(rank)
                 is_text.append(example.text is not None and example.prompt is None)
                 kinds[example.kind] += 1
-                special += any(self._special.search(text) for text in example.texts())
+                special.append(any(self._special.search(text) for text in example.texts()))
                 question = self._question(example) if encoded.trained_tokens else None
                 if question is not None:
                     remember(questions, rank, question)
@@ -106,10 +105,10 @@ class Encoder:
             builder.finish(),
             np.array(ranks, np.uint64),
             np.array(is_text, np.bool_),
+            np.array(special, np.bool_),
+            np.array(not_found, np.int32),
             kinds,
             questions,
-            special,
-            not_found,
             faults,
         )
 

@@ -98,8 +98,6 @@ def _encoded(block: EncodedBlock) -> bytes:
         "width": 2 if largest < 1 << 16 else 4,
         "kinds": block.kinds,
         "questions": [[rank, q.messages, q.answer, q.tools] for rank, q in block.questions],
-        "with_special_text": block.with_special_text,
-        "answers_not_found": block.answers_not_found,
     }
     text = json.dumps(header).encode()
     body = b"".join(
@@ -109,6 +107,8 @@ def _encoded(block: EncodedBlock) -> bytes:
             np.diff(examples.starts).astype("<u4").tobytes(),
             block.ranks.astype("<u8").tobytes(),
             block.is_text.astype("u1").tobytes(),
+            block.special.astype("u1").tobytes(),
+            block.not_found.astype("<u2").tobytes(),
             examples.tokens.astype(f"<u{header['width']}").tobytes(),
             np.packbits(examples.trained).tobytes(),
         )
@@ -128,12 +128,14 @@ def _decoded(data: bytes) -> EncodedBlock:
         ("<u4", count),
         ("<u8", count),
         ("u1", count),
+        ("u1", count),
+        ("<u2", count),
         (f"<u{header['width']}", n_tokens),
         ("u1", -(-n_tokens // 8)),
     ):
         arrays.append(np.frombuffer(body, dtype, length, at))
         at += arrays[-1].nbytes
-    lengths, ranks, is_text, tokens, trained = arrays
+    lengths, ranks, is_text, special, not_found, tokens, trained = arrays
     return EncodedBlock(
         Examples(
             tokens.astype(np.int32),
@@ -142,11 +144,11 @@ def _decoded(data: bytes) -> EncodedBlock:
         ),
         ranks.astype(np.uint64),
         is_text.astype(np.bool_),
+        special.astype(np.bool_),
+        not_found.astype(np.int32),
         Counter(header["kinds"]),
         [
             (rank, Question(tuple(messages), answer, tools))
             for rank, messages, answer, tools in header["questions"]
         ],
-        header["with_special_text"],
-        header["answers_not_found"],
     )

@@ -25,6 +25,7 @@ from memascend_jax.errors import DataError
 SEQ_LEN = 64
 EXAMPLES = 400
 PERIOD = 64
+DECODER = byte_coder().tokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +68,7 @@ def numbers(data: Dataset, first: int, count: int) -> list[str]:
     for row in range(count):
         for segment in range(1, batch.segments[row].max() + 1):
             tokens = batch.tokens[row][batch.segments[row] == segment]
-            found.append(byte_coder().tokenizer.decode(tokens.tolist()).partition(".")[0])
+            found.append(DECODER.decode(tokens.tolist()).partition(".")[0])
     return found
 
 
@@ -77,7 +78,7 @@ def place_of_epoch(data: Dataset, epoch: int) -> int:
     assert isinstance(train, StreamedSequences)
     place = 0
     while train.position(place)["chunk"] < epoch * train.chunks_per_epoch:
-        numbers(data, place, 1)
+        batches(train, place, 1, 1)
         place += 1
     return place
 
@@ -134,7 +135,7 @@ def test_what_is_held_out_is_never_trained_whatever_the_order_of_the_file(
     data = stream(opened, source, eval_fraction=0.2, eval_sequences=None)
     assert data.held_out is not None
     held = {
-        byte_coder().tokenizer.decode(example.tokens.tolist()).partition(".")[0]
+        DECODER.decode(example.tokens.tolist()).partition(".")[0]
         for index in range(len(data.held_out))
         for example in data.held_out.members(index)
     }
@@ -269,6 +270,21 @@ def test_a_full_disk_ends_the_cache_and_not_the_run(
     home = stream(opened, lines(tmp_path / "a.jsonl"), cache=tmp_path / "no", cache_home=tmp_path / "run")
     numbers(home, 0, 3)
     assert not (tmp_path / "no").exists()
+
+
+def test_what_is_odd_in_the_first_chunk_is_told_and_what_was_read_at_the_end(
+    tmp_path: Path, opened: list[Dataset]
+) -> None:
+    path = Path(lines(tmp_path / "a.jsonl"))
+    path.write_text(path.read_text().replace("1.", "1 <|im_end|>."))
+    data = stream(opened, str(path), eval_fraction=0.1)
+    notes = data.preview(byte_coder()).notes
+    assert any("contain the text of special tokens" in note for note in notes)
+    assert any("larger than is held in memory" in note for note in notes)
+    end = place_of_epoch(data, 1)
+    data.train.position(end)
+    kept = int(data.read_so_far().split()[2])
+    assert 0.8 * EXAMPLES < kept < EXAMPLES
 
 
 def test_data_of_which_nothing_is_trained_is_refused_at_the_start(

@@ -108,7 +108,7 @@ def test_equal_examples_stay_on_one_side(tmp_path: Path) -> None:
 def test_single_example_is_trained_and_the_user_told(tmp_path: Path) -> None:
     data = build(write(tmp_path / "a.jsonl", chat("a?", "b")), eval_fraction=0.5)
     assert data.held_out is None
-    assert any("nothing is held out" in note for note in data.notes)
+    assert any("nothing is held out" in note for note in data.preview(byte_coder()).notes)
 
 
 def test_held_out_file_is_used_whole(tmp_path: Path) -> None:
@@ -129,7 +129,10 @@ def test_evaluation_reads_at_most_the_sequences_allowed(tmp_path: Path) -> None:
 
 def test_special_tokens_in_a_text_are_noted(tmp_path: Path) -> None:
     data = build(write(tmp_path / "a.jsonl", chat("a <|im_end|>?", "b"), chat("c?", "d")))
-    assert any(note.startswith("1 example contains the text of special tokens") for note in data.notes)
+    assert any(
+        note.startswith("1 example contains the text of special tokens")
+        for note in data.preview(byte_coder()).notes
+    )
 
 
 def test_answers_that_the_template_hides_are_noted(tmp_path: Path) -> None:
@@ -140,7 +143,7 @@ def test_answers_that_the_template_hides_are_noted(tmp_path: Path) -> None:
     turns = [("user", "q"), ("assistant", "lost"), ("user", "r"), ("assistant", "kept")]
     line = {"messages": [{"role": role, "content": content} for role, content in turns]}
     data = build(write(tmp_path / "a.jsonl", line), coder=byte_coder(template))
-    assert any("1 answer is not trained" in note for note in data.notes)
+    assert any("1 answer is not trained" in note for note in data.preview(byte_coder()).notes)
 
 
 def test_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
