@@ -123,6 +123,13 @@ class Coder:
     def rendered(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Rendered:
         """Returns the text of messages and the ranges in it that are trained."""
         text, ranges = self._required_template().answers(messages, tools)
+        for call in (call for message in messages for call in message.get("tool_calls", ())):
+            # Such a template leaves an empty answer, which would be trained.
+            if call["function"]["name"] not in text:
+                raise DataError(
+                    f"{self.template_name} does not show calls of tools, such as that of "
+                    f"{call['function']['name']!r}. {REMEDY}"
+                )
         found = sum(span is not None for span in ranges)
         return Rendered(text, self._chosen(messages, ranges), found)
 

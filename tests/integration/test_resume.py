@@ -20,9 +20,10 @@ from killed_runs import Outcome, check_same, outcome
 from tiny_checkpoints import hf_config, random_tensors, write_folder
 
 from memascend_jax.config import load_config
+from memascend_jax.data.chunks import ChunkOrder
 from memascend_jax.data.packing import Microbatch
 from memascend_jax.data.sequences import TrainingSequences
-from memascend_jax.errors import ConfigError, StoppedError, StoreError
+from memascend_jax.errors import ConfigError, DataError, StoppedError, StoreError
 from memascend_jax.observe.metrics import read_lines
 from memascend_jax.observe.report import read_run
 from memascend_jax.recipes import finetune
@@ -287,6 +288,36 @@ def test_streamed_sources_with_weights_go_on_exactly_and_what_changed_is_named(
     assert go(tmp_path / "run", *settings, steps=9) == 0
     check_same(tmp_path / "run", outcome(tmp_path / "whole"))
     assert (tmp_path / "run" / "token_cache").is_dir()
+
+
+def test_a_wrong_record_far_on_ends_the_run_with_the_steps_before_it_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("memascend_jax.data.jsonl.BLOCK_BYTES", 200)
+    monkeypatch.setattr("memascend_jax.data.chunks.CHUNK_BYTES", 500)
+    config, data = hf_config(), tmp_path / "data.jsonl"
+    model = write_folder(tmp_path / "model", config, random_tensors(config))
+    lines = [json.dumps({"text": f"{number} of the data " * 3}) for number in range(90)]
+    # The block with it is read in the fourth chunk.
+    order = ChunkOrder(np.full(-(-len("\n".join(lines)) // 200), 200, np.int64), 0)
+    offset = int(order.blocks(3)[0]) * 200
+    number = "\n".join(lines)[:offset].count("\n") + 1
+    lines[number] = lines[number].replace("{", "[", 1)
+    data.write_text("\n".join(lines) + "\n")
+    settings = (
+        *(f"model.source={model}", "model.config={}", f"data.source={data}", "data.stream=always"),
+        *("data.seq_len=64", "data.eval_fraction=0", "run.export=false"),
+    )
+    with pytest.raises(DataError, match=rf"data\.jsonl:{number + 1}: "):
+        go(tmp_path / "run", *settings, steps=9)
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert status["state"] == "failed"
+    assert status["step"] >= 1
+    lines_before = [line["step"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")]
+    assert lines_before == list(range(1, status["step"] + 1))
+    skip = ("data.bad_records=skip", "run.allow_changed=[data.bad_records]")
+    assert go(tmp_path / "run", *settings, *skip, steps=9) == 0
+    assert [line["step"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")] == list(range(1, 10))
 
 
 def test_a_state_that_does_not_fit_cannot_be_allowed(tmp_path: Path) -> None:

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 from byte_coder import GENERATION_TEMPLATE, byte_coder
 
+from memascend_jax.data.named_templates import chat_template
 from memascend_jax.data.records import Example, example_of
 from memascend_jax.data.tokenize import Coder, decoded_spans
+from memascend_jax.errors import DataError
 
 ASKED = {"role": "user", "content": "q"}
 ANSWERED = {"role": "assistant", "content": "a"}
@@ -91,6 +93,18 @@ def test_what_tools_say_is_context() -> None:
     turns = [ASKED, {"role": "tool", "content": "42"}, ANSWERED]
     assert trained(example_of({"messages": turns}, "here"), byte_coder(GENERATION_TEMPLATE)) == [
         "a<|im_end|>"
+    ]
+
+
+def test_calls_that_the_template_hides_are_refused() -> None:
+    example = example_of(
+        {"messages": [ASKED, {"role": "assistant", "tool_calls": [CALL], "content": None}]}, ""
+    )
+    coder = byte_coder("{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}")
+    with pytest.raises(DataError, match=r"does not show calls of tools, such as that of 'f'.*chatml"):
+        coder.rendered_example(example)
+    assert trained(example, byte_coder(chat_template("chatml"))) == [
+        '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call><|im_end|>'
     ]
 
 

@@ -148,6 +148,16 @@ def test_what_is_held_out_is_never_trained_whatever_the_order_of_the_file(
     assert len(few) == 2
 
 
+def test_a_held_out_file_leaves_all_of_the_source_to_train_on(tmp_path: Path, opened: list[Dataset]) -> None:
+    source, other = lines(tmp_path / "a.jsonl"), lines(tmp_path / "b.jsonl", 50, "held ")
+    data = stream(opened, source, eval_source=other, eval_fraction=0.5, eval_sequences=3)
+    assert data.held_out is not None
+    assert len(data.held_out) == 3
+    assert DECODER.decode(data.held_out.members(0)[0].tokens.tolist()).startswith("held ")
+    end = place_of_epoch(stream(opened, source), 1)
+    assert Counter(numbers(data, 0, end)) == Counter(str(number) for number in range(EXAMPLES))
+
+
 def test_shares_are_exact_and_each_source_goes_through_its_own_epochs(
     tmp_path: Path, opened: list[Dataset]
 ) -> None:
