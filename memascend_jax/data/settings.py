@@ -32,6 +32,7 @@ class DataSettings:
     Attributes:
         packing_on: ``data.packing``.
         cache: folder of the token cache; None: nothing is written.
+        looks_only: the data is not trained on, only looked at.
         cache_all: whether data that is held in memory is cached too.
         cache_home: nothing is cached before this folder is there.
         position: of the streams, as an earlier run committed it.
@@ -55,6 +56,7 @@ class DataSettings:
     seed: int = 0
     micro_batch_size: int = 1
     cache: Path | None = None
+    looks_only: bool = False
     cache_all: bool = False
     cache_home: Path | None = None
     position: Mapping[str, Any] = field(default_factory=dict)

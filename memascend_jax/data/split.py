@@ -84,7 +84,8 @@ def open_parts(settings: DataSettings, coder: Coder, *, evaluation: bool = False
     if evaluation:
         assert settings.eval_source is not None
         specs = [SourceSpec(settings.eval_source)]
-    unpacker = Unpacker(settings.cache / "unpacked" if settings.cache else None, settings.say)
+    folder = settings.cache / "unpacked" if settings.cache else None
+    unpacker = Unpacker(folder, settings.say, settings.looks_only)
     opened = [_opened(spec, settings.kind, unpacker, key) for spec in specs]
     weighted = any(spec.weight is not None for spec in specs)
     groups = [[source] for source in opened] if weighted else [opened]

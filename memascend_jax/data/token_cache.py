@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
 import zlib
 from collections import Counter
 from collections.abc import Callable
@@ -63,7 +64,8 @@ class TokenCache:
         if not self._is_open or (self.home is not None and not self.home.is_dir()):
             return
         path = self._path(key)
-        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        # Another run, or another source of this one, may be making the same block.
+        draft = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if self._puts % _CHECKED_EVERY == 0:

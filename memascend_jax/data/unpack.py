@@ -37,10 +37,12 @@ class Unpacker:
     Args:
         folder: a folder of the cache; None: nothing may be written, and large files are refused.
         say: told what takes long.
+        looks_only: nothing is written, and of large files only the beginning is there.
     """
 
     folder: Path | None
     say: Callable[[str], object] = lambda text: None
+    looks_only: bool = False
 
     def unpacked(self, content: AnyBytes, pieces: Callable[[AnyBytes], Iterator[bytes]]) -> AnyBytes:
         """Returns what ``pieces`` yields of ``content``, in memory or as a file of the cache.
@@ -63,6 +65,9 @@ class Unpacker:
                 break
         else:
             return MemoryBytes(b"".join(held), content.shown)
+        if self.looks_only:
+            beginning = b"".join(held)
+            return MemoryBytes(beginning[: beginning.rfind(b"\n") + 1], content.shown)
         if self.folder is None:
             raise DataError(
                 f"the data file '{content.shown}' is read only from its beginning, and is more than "

@@ -187,6 +187,7 @@ def open_data(
         seed=config.train.seed,
         micro_batch_size=config.train.micro_batch_size,
         cache=cache_folder(config) if writes else None,
+        looks_only=not writes,
         cache_all=data.cache not in (CACHE_AUTO, CACHE_OFF),
         # A run writes nothing into its folder before it has been found to be right.
         cache_home=Path(config.run.dir).expanduser() if data.cache == CACHE_AUTO else None,

@@ -89,6 +89,9 @@ def test_gzip_is_unpacked_in_memory_or_to_the_cache(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(unpack, "_MOST_IN_MEMORY_BYTES", 1000)
     with pytest.raises(DataError, match=r"set data\.cache to a folder"):
         messages(path)
+    looked = open_source(str(path), "auto", Unpacker(None, looks_only=True))
+    assert [len(list(looked.load(block).items("auto"))) for block in range(len(looked.sizes))]
+    assert not any(isinstance(item, Fault) for item in looked.load(len(looked.sizes) - 1).items("auto"))
     told: list[str] = []
     opened = open_source(str(path), "auto", Unpacker(tmp_path / "cache", told.append))
     assert len(opened.sizes) > 200
