@@ -122,7 +122,11 @@ def _device_consumers(layout: ModelLayout, depths: Depths, workload: Workload) -
         # A micro-batch's gradient is there beside the sum until its norm is known.
         summed += 4
     gradients = _most_trained(layout) * (2 * grad + summed)
-    layer = gradients + 4 * (tokens * (10 * hidden + 5 * inner) + 3 * max(parts))
+    # Heads together may be wider than the hidden size; where they are normed, what goes in and comes out is kept.
+    width = 6 * hidden + 4 * max(hidden, config.query_size)
+    if config.qk_norm:
+        width += 3 * (config.query_size + config.key_size)
+    layer = gradients + 4 * (tokens * (width + 5 * inner) + 3 * max(parts))
     rows = min(2 * workload.step_tokens, config.vocab_size) * hidden
     tile = layout.head_rows * hidden
     # Of a table the sums, those of one micro-batch and the rounded ones of two tiles, of which one leaves; of rows what

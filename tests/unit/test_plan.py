@@ -195,3 +195,14 @@ def test_one_of_something_is_not_several() -> None:
     made = plan("smollm2-135m", 3 * GIB)
     for consumer in made.memory.consumers:
         assert not re.search(r"\b1 \w+s\b", consumer.how), consumer
+
+
+#: What XLA's memory analysis says of a layer's backward over 4,096 tokens in bf16, workspace and results.
+LAYER_BACKWARD_BYTES = {"qwen3-0.6b": 576 * MIB, "gemma2-2b": 1326 * MIB, "llama3.2-1b": 989 * MIB}
+
+
+@pytest.mark.parametrize("name", LAYER_BACKWARD_BYTES)
+def test_the_workspace_of_every_kind_of_layer_is_planned(name: str) -> None:
+    made = plan(name, 64 * GIB, work=Workload(1, 1, 4096, 0))
+    workspace = sum(part.nbytes for part in made.memory.consumers if part.what.startswith("workspace"))
+    assert LAYER_BACKWARD_BYTES[name] <= workspace <= 2 * LAYER_BACKWARD_BYTES[name]
