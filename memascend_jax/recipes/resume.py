@@ -75,6 +75,7 @@ def check_settings(found: Found, config: Config) -> Found:
     """
     _check_format(found, config)
     _check_durability(found, config)
+    _check_rank(found, config)
     changes = _without_growth(training_changes(found.state.config, config), found.state.config)
     # Other adapters are other frozen parameters too: the keys say more than the tensors' names.
     refuse_changes(found, config, [change for change in changes if change.key.startswith(_LORA)])
@@ -211,6 +212,17 @@ def _check_format(found: Found, config: Config) -> None:
             f"changed. Use optimizer.state_format={held} to go on, put the run into the other "
             f"(memascend store convert {' '.join(found.paths)} --state-format {asked}), or another run.dir or "
             "offload.store to start anew"
+        )
+
+
+def _check_rank(found: Found, config: Config) -> None:
+    """Factors of another rank are other tensors; those of other targets may have been named differently only."""
+    held, asked = found.state.config.get("lora", {}).get("rank", 0), config.lora.rank
+    if held != asked:
+        raise StoreError(
+            f"{found.where} holds a run at step {found.state.step} with lora.rank={held}, not {asked}, whose tensors "
+            f"are others; nothing was changed. Use lora.rank={held} to go on, or another run.dir or offload.store to "
+            "start anew, from an export of this run (memascend export, with --merge) if it is to begin where this one is"
         )
 
 
