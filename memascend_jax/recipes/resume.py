@@ -222,7 +222,7 @@ def _check_rank(found: Found, config: Config) -> None:
         raise StoreError(
             f"{found.where} holds a run at step {found.state.step} with lora.rank={held}, not {asked}, whose tensors "
             f"are others; nothing was changed. Use lora.rank={held} to go on, or another run.dir or offload.store to "
-            "start anew, from an export of this run (memascend export, with --merge) if it is to begin where this one is"
+            "start anew, from an export of this run (memascend export --merge) if it is to begin where this one is"
         )
 
 
