@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from memascend_jax.data.collect import Collected, check_vocabulary, nothing_trained
 from memascend_jax.data.collection import Collection, Counts, Question
-from memascend_jax.data.encode import remember
+from memascend_jax.data.encode import QUESTIONS
 from memascend_jax.data.examples import ExampleBuilder
 from memascend_jax.data.packing import PackedExamples
 from memascend_jax.data.random_tokens import RANDOM_HELD_OUT, full_counts, random_sequences
@@ -156,10 +156,6 @@ def build_dataset(settings: DataSettings, coder: Coder | None, *, vocab_size: in
         counts += part_counts
         packed = packing.packed(examples, part.collection.numbers(chosen))
         trained.append(OrderedSequences(packed, packing.order(packed)))
-    questions: list[tuple[int, Question]] = []
-    for some in held:
-        for rank, question in some.collection.questions:
-            remember(questions, rank, question)
     weights = [part.weight or 1.0 for part in parts]
     names = [part.name for part in parts]
     return Dataset(
@@ -167,7 +163,7 @@ def build_dataset(settings: DataSettings, coder: Coder | None, *, vocab_size: in
         held_out=held_out.first(settings.eval_sequences) if len(held_out) else None,
         counts=counts,
         held_out_counts=sum((some.counts() for some in held), Counts()),
-        questions=tuple(question for _, question in questions),
+        questions=tuple(_questions(held)),
         notes=(*settings.notes, *_about_held_out(parts, settings, len(held_out))),
         streams=tuple(streams),
         collected=_collected(parts, held),
@@ -205,6 +201,15 @@ def _about_stream(stream: StreamedSequences) -> str:
         f"{stream.name} is larger than is held in memory: it is read in {chunks} from all over it, the next one beside "
         "the training; the counts are those of what has been read"
     )
+
+
+def _questions(held: Sequence[Held]) -> list[Question]:
+    """The questions of all sources: those that are held out first, by rank."""
+    found = []
+    for some in held:
+        ranks = some.ranks()
+        found += [(rank not in ranks, rank, question) for rank, question in some.collection.questions]
+    return [question for _, _, question in sorted(found, key=lambda item: item[:2])[:QUESTIONS]]
 
 
 def _collected(parts: Sequence[Part], held: Sequence[Held]) -> tuple[Collected, ...]:

@@ -68,6 +68,10 @@ class Held:
         """Returns their numbers in the builder."""
         return self.collection.numbers(self.chosen)
 
+    def ranks(self) -> set[int]:
+        """Returns their ranks."""
+        return set(np.array(self.collection.ranks, np.uint64)[self.chosen].tolist())
+
     def counts(self) -> Counts:
         """Returns what became of them."""
         return self.collection.counts(self.chosen)

@@ -12,7 +12,7 @@ import pytest
 from byte_coder import VOCAB_SIZE, byte_coder
 
 from memascend_jax.data.dataset import Dataset, build_dataset
-from memascend_jax.data.settings import DataSettings
+from memascend_jax.data.settings import DataSettings, SourceSpec
 from memascend_jax.errors import DataError
 
 
@@ -96,6 +96,14 @@ def test_held_out_part_is_apart_and_does_not_depend_on_the_order(tmp_path: Path)
     for question in one.questions[:10]:
         assert question.answer in held_out
         assert f"{question.messages[0]['content']}\nassistant" not in train
+
+
+def test_questions_are_held_out_ones_first_whatever_source_they_are_of(tmp_path: Path) -> None:
+    many = write(tmp_path / "a.jsonl", *[chat(f"{i}?", "many") for i in range(30)])
+    sources = [SourceSpec(write(tmp_path / f"{n}.jsonl", chat(f"q{n}", "one")), 1.0) for n in range(6)]
+    data = build(many, sources=[SourceSpec(many, 1.0), *sources], eval_fraction=0.1)
+    assert [question.answer for question in data.questions[:3]] == ["many"] * 3
+    assert {question.answer for question in data.questions} == {"many", "one"}
 
 
 def test_equal_examples_stay_on_one_side(tmp_path: Path) -> None:
