@@ -75,9 +75,9 @@ def test_adapters_train_the_same_everywhere_and_the_model_keeps_its_bits(
         assert made[name][:2] == made["memory"][:2], name
     losses, _, moved, plan = made["ssd"]
     assert len(set(losses)) > 1
-    # Commits write a catalog of a few blocks, and nothing else than what is planned is written.
+    # Commits write a catalog of a few blocks more, for all the small tensors, and nothing else is written than planned.
     written = moved[1] - STEPS * plan.ssd_write_bytes_per_step
-    assert 0 < written <= STEPS << 15
+    assert 0 < written <= STEPS << 16
     # Besides, the first forward is handed nothing, and reads what stays from then on.
     whole = sum(round_up(tensor.elements * 2, 4096) for tensor in plan.layout.tensors)
     assert moved[0] <= STEPS * plan.ssd_read_bytes_per_step + whole
