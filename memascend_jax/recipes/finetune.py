@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from numpy.typing import NDArray
 
@@ -223,6 +224,7 @@ def _load(config: Config, stack: ExitStack) -> Run:
             tile_elements=plan.depths.tile_elements,
             contents=contents,
             sequences=sequences_read(state) if state.step else 0,
+            run_id=(state.run_id if origin.own else "") or uuid4().hex,
         )
     else:
         found = check_contents(found, config, contents)
@@ -235,7 +237,14 @@ def _load(config: Config, stack: ExitStack) -> Run:
         )
         # From the next commit on the settings of now are those to be compared with.
         read = sequences_read(found.state)
-        state = replace(found.state, config=to_dict(config), contents=contents, sequences=read)
+        state = replace(
+            found.state,
+            config=to_dict(config),
+            contents=contents,
+            sequences=read,
+            run_id=found.state.run_id or uuid4().hex,
+        )
+    folder.run_id = state.run_id
     job = Run(config, folder, screen, model, data, plan, _total_steps(config, data, state), state, origin)
     if not job.is_complete:
         # What is wrong with the beginning of streamed data is found before anything is written.

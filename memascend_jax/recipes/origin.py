@@ -17,6 +17,7 @@ from memascend_jax.checkpoints.saved_step import (
     check_model,
     find_steps,
     newest_whole_step,
+    open_step,
     resolve_step,
 )
 from memascend_jax.config import CONTENT_KEYS, Config, store_paths, training_changes
@@ -25,6 +26,7 @@ from memascend_jax.models.adapters import Adapters, model_tensors
 from memascend_jax.models.model_config import ModelConfig
 from memascend_jax.recipes.checkpoint_space import checkpoint_folder
 from memascend_jax.recipes.resume import Found, check_contents, refuse_changes
+from memascend_jax.recipes.run_folder import RunFolder
 from memascend_jax.recipes.run_store import find_run
 from memascend_jax.storage.store_errors import DirtyStoreError
 from memascend_jax.training.run_state import RunState
@@ -101,6 +103,7 @@ def find_origin(config: Config) -> Origin:
         missing = error
     if found is not None:
         _check_same_restore(config, found)
+        _check_same_run(found, folder, own_steps)
         return Origin(found)
     if config.run.restore is not None:
         return _requested(config)
@@ -169,10 +172,11 @@ def _own(config: Config, saved: SavedStep, dirty: DirtyStoreError | None, refuse
             f"the checkpoint '{saved.path}' holds no run to go on with; move it away to start anew"
         )
     started_in = Path(began_with).expanduser()
-    if started_in.resolve() != Path(config.run.dir).expanduser().resolve():
+    if not _is_of_folder(saved, RunFolder(config), started_in):
         raise ConfigError(
-            f"'{saved.path.parent}' holds the checkpoints of another run, which began with run.dir={str(started_in)!r}"
-            "; nothing was changed. Give that run.dir to go on with it, another checkpoint.dir to start anew, or "
+            f"'{saved.path.parent}' holds the checkpoints of another run than run.dir={config.run.dir!r}: of one that "
+            f"began with run.dir={str(started_in)!r}; nothing was changed. Give the folder of that run, wherever it is "
+            "now, to go on with it, another checkpoint.dir to start anew, or "
             f"run.restore={saved.path} to begin a new run with its state"
         )
     why = "there is no store" if dirty is None else "the store was being overwritten in place"
@@ -181,6 +185,36 @@ def _own(config: Config, saved: SavedStep, dirty: DirtyStoreError | None, refuse
         *(f"not used: {text}" for text in refused),
     ]
     return Origin(saved=saved, own=True, notes=tuple(notes))
+
+
+def _is_of_folder(saved: SavedStep, folder: RunFolder, started_in: Path) -> bool:
+    """Whether the step is of the run whose files are in ``folder``: by their ids, which move with them.
+
+    Where either has none, as of an earlier version or without ``status.json``, by the store or the place.
+    """
+    run, store = folder.owners()
+    saved_by = saved.record.run_state.get("run_id")
+    if run and saved_by:
+        return bool(run == saved_by)
+    if store is not None and store == saved.record.run_id:
+        return True
+    return started_in.resolve() == folder.path.resolve()
+
+
+def _check_same_run(found: Found, folder: Path, steps: Sequence[int]) -> None:
+    """Another run's steps in ``checkpoint.dir`` would be mixed with those of this one, and removed for them."""
+    ours = found.state.run_id
+    for step in reversed(steps):
+        try:
+            theirs = open_step(folder / str(step)).record.run_state.get("run_id")
+        except DataError:
+            continue
+        if ours and theirs and ours != theirs:
+            raise ConfigError(
+                f"'{folder}' holds the checkpoints of another run than {found.where} does; nothing was changed. Give "
+                "another checkpoint.dir, or the one that this run had"
+            )
+        return
 
 
 def _requested(config: Config) -> Origin:

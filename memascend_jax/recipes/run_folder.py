@@ -29,6 +29,8 @@ class RunFolder:
         self.path = Path(config.run.dir).expanduser()
         #: The store that the files belong to; None before it is made, and in a run in memory.
         self.store_id: str | None = None
+        #: The run that the files belong to, see ``RunState``; None before it is known.
+        self.run_id: str | None = None
         self._stores = [str(path) for path in store_paths(config)] if has_store(config) else []
         self._lock = -1
 
@@ -72,7 +74,7 @@ class RunFolder:
         Raises:
             ConfigError: it holds the files of another run, or the complete run's files are elsewhere.
         """
-        owner, home = self._owner(), Path(started_in).expanduser()
+        owner, home = self.owners()[1], Path(started_in).expanduser()
         if owner == store_id or (owner is None and home.resolve() == self.path.resolve()):
             self.store_id = store_id
             return
@@ -232,13 +234,15 @@ class RunFolder:
                 "unix_time": round(time.time(), 3),
                 "message": message,
                 "store_id": self.store_id,
+                "run_id": self.run_id,
             }
         )
 
-    def _owner(self) -> str | None:
-        """The store whose files these are; None where nothing, or nothing readable, says so."""
-        owner = self._read_status().get("store_id")
-        return owner if isinstance(owner, str) else None
+    def owners(self) -> tuple[str | None, str | None]:
+        """Returns the run and the store whose files these are; None where nothing, or nothing readable, says so."""
+        status = self._read_status()
+        run, store = status.get("run_id"), status.get("store_id")
+        return run if isinstance(run, str) else None, store if isinstance(store, str) else None
 
     def _read_status(self) -> dict[str, Any]:
         """The contents of ``status.json``; nothing where there is none, or nothing readable."""

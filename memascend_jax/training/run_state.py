@@ -33,6 +33,7 @@ class RunState:
             many in every step.
         position: what streamed data needs besides to go on there, as ``TrainingSequences.position`` returns it.
         contents: digests of what the configuration only names, as ``recipes.resume`` makes them.
+        run_id: of the run since it began, wherever its folder and its store are; "" in a state of an earlier version.
     """
 
     step: int
@@ -45,6 +46,7 @@ class RunState:
     sequences: int | None = 0
     position: Mapping[str, Any] = field(default_factory=dict)
     contents: Mapping[str, str] = field(default_factory=dict)
+    run_id: str = ""
     schema: int = SCHEMA
 
     def after(
