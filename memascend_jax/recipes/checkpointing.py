@@ -60,6 +60,12 @@ class RunCheckpoints:
         """Returns whether the state after ``step`` is to be saved."""
         return step > 0 and self._steps.is_due(step)
 
+    def was_missed(self, step: int) -> bool:
+        """Returns whether a run that goes on from ``step`` was killed after its commit and before it was saved."""
+        newest = self.newest
+        # Earlier than one that there is: it was removed, or the store is older than the checkpoints.
+        return self.is_due(step) and (newest is None or newest < step)
+
     @property
     def newest(self) -> int | None:
         """The newest step that is saved."""

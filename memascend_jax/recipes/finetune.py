@@ -484,6 +484,8 @@ def _train(job: Run, session: Session, trainer: Trainer, stop: StopRequest) -> N
     job.folder.write_status("running", job.state.step, job.total_steps)
     if _evaluation_is_missing(job):
         job.state = _evaluated(job, session, trainer, job.state)
+    if job.resumed and job.checkpoints is not None and job.checkpoints.was_missed(job.state.step):
+        _save_due(job, trainer, job.state)
     try:
         with job.screen.training(job.total_steps, job.state.step) as on_line:
             job.state = trainer.train(
@@ -535,12 +537,21 @@ def _after_step(job: Run, session: Session, trainer: Trainer, state: RunState) -
         trim_heap()
     if _evaluation_is_missing(job):
         job.state = state = _evaluated(job, session, trainer, state)
-    # The last step's waits for the evaluation after the training.
-    if job.checkpoints is not None and state.step < job.total_steps and job.checkpoints.is_due(state.step):
-        losses = dict(state.results.get("eval_losses", []))
-        with trainer.between_steps():
-            job.checkpoints.save(state, losses.get(state.step))
+    _save_due(job, trainer, state)
     return state
+
+
+def _save_due(job: Run, trainer: Trainer, state: RunState) -> None:
+    """Saves the checkpoint of a step that is one of those to be saved."""
+    # The last step's waits for the evaluation after the training.
+    if job.checkpoints is None or state.step >= job.total_steps or not job.checkpoints.is_due(state.step):
+        return
+    if job.config.checkpoint.keep_best and _evaluation_is_missing(job):
+        # It was broken off. Whoever goes on evaluates first, and then saves the step with its loss.
+        return
+    losses = dict(state.results.get("eval_losses", []))
+    with trainer.between_steps():
+        job.checkpoints.save(state, losses.get(state.step))
 
 
 def _evaluation_is_missing(job: Run) -> bool:

@@ -19,6 +19,7 @@ import pytest
 from killed_runs import Outcome, check_same, outcome
 from tiny_checkpoints import hf_config, random_tensors, write_folder
 
+from memascend_jax.checkpoints.saved_step import find_steps, open_step
 from memascend_jax.config import load_config
 from memascend_jax.data.chunks import ChunkOrder
 from memascend_jax.data.packing import Microbatch
@@ -27,6 +28,7 @@ from memascend_jax.errors import ConfigError, DataError, StoppedError, StoreErro
 from memascend_jax.observe.metrics import read_lines
 from memascend_jax.observe.report import read_run
 from memascend_jax.recipes import finetune
+from memascend_jax.recipes.checkpointing import RunCheckpoints
 from memascend_jax.recipes.resume import Found, check_scratch
 from memascend_jax.storage.endurance import expected_life
 from memascend_jax.storage.tensor_store import TensorStore
@@ -150,6 +152,31 @@ def test_a_clock_that_jumps_changes_nothing(
     assert read_run(folder)["status"]["state"] == "done"
     with TensorStore.open([folder / "memascend.store"], read_only=True, direct_io="optional") as store:
         assert expected_life(store.inspect(), [1.0])[0]["bytes_written"] > 0
+
+
+def test_a_checkpoint_that_a_kill_between_commit_and_save_has_cost_is_saved_when_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    settings = (
+        "train.eval_every=2",
+        "data.eval_fraction=0.1",
+        "checkpoint.every=2",
+        "checkpoint.keep_best=1",
+    )
+
+    def killed(*_: object) -> None:
+        raise RuntimeError("killed")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="killed"):
+        patch.setattr(RunCheckpoints, "save", killed)
+        go(folder, *settings, steps=3)
+    assert find_steps(folder / "checkpoints") == []
+    assert go(folder, *settings, steps=3) == 0
+    assert find_steps(folder / "checkpoints") == [2]
+    saved = open_step(folder / "checkpoints" / "2")
+    losses = dict(saved.record.run_state["results"]["eval_losses"])
+    assert saved.metrics == {"eval_loss": losses[2]}
 
 
 @dataclass
