@@ -59,7 +59,14 @@ def _verify(options: argparse.Namespace) -> int:
                 raise
             reports.append(StepReport(int(path.name), 0, 0, (str(error),)))
     facts = [
-        {"step": r.step, "arrays": r.arrays, "bytes": r.bytes, "faults": list(r.faults)} for r in reports
+        {
+            "step": r.step,
+            "arrays": r.arrays,
+            "bytes": r.bytes,
+            "faults": list(r.faults),
+            "digests_recorded": r.recorded,
+        }
+        for r in reports
     ]
     if options.json:
         print_json({"folder": str(folder), "steps": facts})

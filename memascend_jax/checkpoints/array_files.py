@@ -11,6 +11,7 @@ import ctypes
 import errno
 import os
 import threading
+from collections.abc import Mapping
 from concurrent.futures import Executor, Future
 from functools import cache
 from pathlib import Path
@@ -40,6 +41,7 @@ class ArrayWriter:
         self._executor = executor
         self._next = 0
         self._chunk: _ChunkFile | None = None
+        self._chunks: list[_ChunkFile] = []
 
     def write(self, start: int, values: NDArray[Any]) -> list[Future[None]]:
         """Starts writing the flat ``values`` from element ``start`` on, where the last call ended.
@@ -54,11 +56,16 @@ class ArrayWriter:
         for span in self._layout.spans(start, values.size):
             if span.offset == 0:
                 self._chunk = _ChunkFile(self._folder, self._layout, span.chunk)
+                self._chunks.append(self._chunk)
             assert self._chunk is not None, "elements come in order"
             piece = raw[span.skip : span.skip + span.nbytes]
             self._chunk.add_to_checksum(piece)
             futures.append(self._executor.submit(self._chunk.write, piece, span.offset))
         return futures
+
+    def digests(self) -> dict[str, int]:
+        """Returns the CRC32C that ends each chunk's file, by its path within the array's folder; all are written."""
+        return {self._layout.chunk_file(number): chunk.crc for number, chunk in enumerate(self._chunks)}
 
     def abandon(self) -> None:
         """Closes what is open after a failure."""
@@ -75,6 +82,8 @@ class _ChunkFile:
         self._data_bytes = layout.chunk_data_bytes(chunk)
         self._chunk_bytes = layout.chunk_bytes
         self._crc = 0
+        #: Of the whole chunk, once it is written.
+        self.crc = 0
         self._lock = threading.Lock()
         self._left = self._data_bytes
         flags = os.O_WRONLY | os.O_CLOEXEC
@@ -109,7 +118,7 @@ class _ChunkFile:
 
     def _finish(self) -> None:
         assert self._plain is not None
-        crc = padded_crc(self._crc, self._chunk_bytes - self._data_bytes)
+        crc = self.crc = padded_crc(self._crc, self._chunk_bytes - self._data_bytes)
         _write_all(
             self._plain, np.frombuffer(crc.to_bytes(TRAILER_BYTES, "little"), np.uint8), self._chunk_bytes
         )
@@ -127,9 +136,11 @@ class _ChunkFile:
 class ArrayReader:
     """Reads one array, and compares the checksum of each chunk whose bytes were all seen in order."""
 
-    def __init__(self, folder: Path, layout: ArrayLayout) -> None:
+    def __init__(self, folder: Path, layout: ArrayLayout, digests: Mapping[str, int] | None = None) -> None:
+        """Args: ``digests``, as ``ArrayWriter`` returns them, with which the files were saved; None: not known."""
         self.layout = layout
         self._folder = folder
+        self._digests = digests
         self._crc = 0
         self._next = 0
 
@@ -174,6 +185,13 @@ class ArrayReader:
             raise DataError(
                 f"the checkpoint's file '{self._path(chunk)}' is damaged: the CRC32C of its contents is {found:08x}, "
                 f"but {kept:08x} was written with them; move this step away to use an older one"
+            )
+        saved = kept if self._digests is None else self._digests.get(layout.chunk_file(chunk))
+        if saved != kept:
+            was = "none" if saved is None else f"{saved:08x}"
+            raise DataError(
+                f"the checkpoint's file '{self._path(chunk)}' is whole, but not the one that was saved there: its "
+                f"CRC32C is {kept:08x}, that of the one that was saved {was}; move this step away to use an older one"
             )
 
     def _read_span(self, span: ChunkSpan, out: Bytes) -> None:

@@ -14,7 +14,7 @@ import os
 import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from memascend_jax.checkpoints.array_files import ArrayWriter, sync_disk
 from memascend_jax.checkpoints.array_layout import TREE_FILE, ZARR_FILE, ArrayLayout, tree_text
 from memascend_jax.checkpoints.saved_step import METRICS, MODEL_FILES, RUN, STATE, StepRecord
+from memascend_jax.checkpoints.step_digests import DIGESTS_FILE, StepDigests, crc32c, digest_of_values
 
 try:
     from orbax.checkpoint import v1 as ocp  # type: ignore[import-untyped,attr-defined,unused-ignore]
@@ -50,11 +51,14 @@ class StreamedState:
         arrays: all of them.
         stream: calls the function that it is given with every array's elements, each array in order.
         model_files: what a Hugging Face folder holds besides weights, by name.
+        record, metrics: what is saved beside it, for their digests to be written down.
     """
 
     arrays: Sequence[ArrayLayout]
     stream: Callable[[Write], None]
     model_files: Mapping[str, bytes] = field(default_factory=dict)
+    record: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class StreamedStateHandler:
@@ -84,10 +88,17 @@ class StreamedStateHandler:
 async def _write_state(directory: Any, state: StreamedState) -> None:
     folder = Path(os.fspath(await directory.await_creation()))
     writers: dict[tuple[str, str], ArrayWriter] = {}
+    digests: dict[str, int] = {}
+
+    def note(name: str, content: bytes) -> None:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+        digests[name] = crc32c(content)
+
     with ThreadPoolExecutor(_WRITERS, thread_name_prefix="memascend-checkpoint") as executor:
         for array in state.arrays:
             (folder / array.key).mkdir()
-            (folder / array.key / ZARR_FILE).write_text(json.dumps(array.to_json()), encoding="utf-8")
+            note(f"{array.key}/{ZARR_FILE}", json.dumps(array.to_json()).encode())
             writers[array.group, array.tensor] = ArrayWriter(folder / array.key, array, executor)
 
         def write(group: str, tensor: str, start: int, values: NDArray[Any]) -> Sequence[Future[None]]:
@@ -102,9 +113,13 @@ async def _write_state(directory: Any, state: StreamedState) -> None:
             raise
     (folder / MODEL_FILES).mkdir()
     for name, content in state.model_files.items():
-        (folder / MODEL_FILES / name).parent.mkdir(exist_ok=True)
-        (folder / MODEL_FILES / name).write_bytes(content)
-    (folder / TREE_FILE).write_text(tree_text(state.arrays), encoding="utf-8")
+        note(f"{MODEL_FILES}/{name}", content)
+    note(TREE_FILE, tree_text(state.arrays).encode())
+    for array in state.arrays:
+        chunks = writers[array.group, array.tensor].digests()
+        digests |= {f"{array.key}/{name}": crc for name, crc in chunks.items()}
+    kept = StepDigests(digest_of_values(state.record), digest_of_values(state.metrics), digests)
+    (folder / DIGESTS_FILE).write_text(kept.to_text(), encoding="utf-8")
     # Before orbax gives the step its name: afterwards it is to be whole.
     sync_disk(folder)
 
@@ -146,9 +161,11 @@ class OrbaxSteps:
             OSError: the disk is full or fails, with the path. Older steps are as they were.
         """
         self.settle()
+        values = replace(record, digests=DIGESTS_FILE).to_json()
+        state = replace(state, record=values, metrics=metrics)
         try:
             self._checkpointer.save_checkpointables(
-                record.step, {STATE: state, RUN: record.to_json()}, force=True, metrics=dict(metrics) or None
+                record.step, {STATE: state, RUN: values}, force=True, metrics=dict(metrics) or None
             )
         except BaseException:
             # It keeps a failure and raises it again at the next save.

@@ -124,11 +124,18 @@ class SavedModel:
     def _read_file(self, name: str) -> bytes | None:
         path = self.saved.state_folder / MODEL_FILES / name
         try:
-            return path.read_bytes()
+            content = path.read_bytes()
         except FileNotFoundError:
             return None
         except OSError as error:
             raise DataError(f"cannot read '{path}': {error.strerror}; use another step") from error
+        digests = self.saved.digests
+        fault = None
+        if digests is not None:
+            fault = digests.fault_of_file(self.saved.state_folder, f"{MODEL_FILES}/{name}")
+        if fault is not None:
+            raise DataError(f"the checkpoint '{self.saved.path}' is damaged: {fault}. Use another step")
+        return content
 
 
 def _aligned(layout: ArrayLayout, n: int) -> NDArray[Any]:

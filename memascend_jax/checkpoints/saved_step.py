@@ -22,6 +22,7 @@ from memascend_jax.checkpoints.array_layout import (
     array_from_json,
     state_arrays,
 )
+from memascend_jax.checkpoints.step_digests import StepDigests, read_digests
 from memascend_jax.errors import DataError
 from memascend_jax.models.adapters import Adapters, adapters_from_json, model_tensors
 from memascend_jax.models.model_config import ModelConfig
@@ -51,6 +52,7 @@ class StepRecord:
         version: of the program that saved it.
         frozen: tensors that were not trained, and have no state.
         adapters: LoRA adapters, as their ``to_json`` writes them; None: there are none.
+        digests: the file in ``state`` with the checksums of all files; None: an earlier version wrote none.
     """
 
     step: int
@@ -62,6 +64,7 @@ class StepRecord:
     version: str
     frozen: Sequence[str] = ()
     adapters: Mapping[str, Any] | None = None
+    digests: str | None = None
     schema: int = SCHEMA
     program: str = PROGRAM
 
@@ -77,6 +80,15 @@ class SavedStep:
     path: Path
     record: StepRecord
     metrics: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def digests(self) -> StepDigests | None:
+        """The checksums of its files; None: it was saved by an earlier version, which wrote none.
+
+        Raises:
+            DataError: their file is missing or damaged.
+        """
+        return None if self.record.digests is None else read_digests(self.state_folder)
 
     @cached_property
     def config(self) -> ModelConfig:
@@ -127,7 +139,12 @@ class SavedStep:
     def reader(self, group: str, tensor: str) -> ArrayReader:
         """Returns what reads one array from its first element on."""
         layout = self.arrays[group, tensor]
-        return ArrayReader(self.state_folder / layout.key, layout)
+        if self.digests is None:
+            return ArrayReader(self.state_folder / layout.key, layout)
+        names = map(layout.chunk_file, range(layout.chunks))
+        files = self.digests.files
+        digests = {name: files[path] for name in names if (path := f"{layout.key}/{name}") in files}
+        return ArrayReader(self.state_folder / layout.key, layout, digests)
 
     def _read_array(self, expected: ArrayLayout) -> tuple[ArrayLayout | None, str | None]:
         folder = self.state_folder / expected.key
@@ -141,6 +158,10 @@ class SavedStep:
         if (layout.shape, layout.dtype) != (expected.shape, expected.dtype):
             got = f"{layout.dtype} {list(layout.shape)}"
             return None, f"'{expected.key}' is {got}, not {expected.dtype} {list(expected.shape)}"
+        if self.digests is not None:
+            fault = self.digests.fault_of_file(self.state_folder, f"{expected.key}/{ZARR_FILE}")
+            if fault is not None:
+                return None, fault
         for chunk in range(layout.chunks):
             path = folder / layout.chunk_file(chunk)
             size, wanted = _size(path), layout.chunk_bytes + TRAILER_BYTES
@@ -168,8 +189,14 @@ def open_step(path: Path) -> SavedStep:
         raise DataError(
             f"the checkpoint '{path}' is not whole: it has no {COMMITTED}, which is written last. Use another step"
         )
-    record = _read_record(path)
-    return SavedStep(path, record, _read_json(path / METRICS, "metrics") or {})
+    _check_committed(path)
+    record, values = _read_record(path)
+    saved = SavedStep(path, record, _read_json(path / METRICS, "metrics") or {})
+    if saved.digests is not None:
+        faults = list(saved.digests.faults_of_values(values, saved.metrics))
+        if faults:
+            raise DataError(f"the checkpoint '{path}' is damaged: {'; '.join(faults)}. Use another step")
+    return saved
 
 
 def find_steps(root: Path) -> list[int]:
@@ -253,7 +280,17 @@ def check_model(saved: SavedStep, tensors: Sequence[TensorShape]) -> None:
         )
 
 
-def _read_record(path: Path) -> StepRecord:
+def _check_committed(path: Path) -> None:
+    """Orbax's last file: nothing is read from it here, but orbax refuses a step without it."""
+    values = _read_json_file(path / COMMITTED, "last file")
+    if not isinstance(values, dict) or not isinstance(values.get("item_handlers"), dict):
+        raise DataError(
+            f"the checkpoint '{path}' is damaged: its {COMMITTED} does not say what is saved in it. Use another step"
+        )
+
+
+def _read_record(path: Path) -> tuple[StepRecord, dict[str, Any]]:
+    """The record, and the values that it was read from."""
     values = _read_json(path / RUN, "record")
     if not isinstance(values, dict) or values.get("program") != PROGRAM:
         raise DataError(
@@ -269,32 +306,41 @@ def _read_record(path: Path) -> StepRecord:
     try:
         record = StepRecord(**values)
         state_format(record.state_format, record.param_dtype)
-        dict(record.model), dict(record.run_state), int(record.step)
+        dict(record.model), dict(record.run_state)
+        _check_step_number(record)
         if record.adapters is not None:
             adapters_from_json(record.adapters)
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(
             f"the checkpoint '{path}' is damaged: its '{RUN}' is not a record: {error}"
         ) from error
-    return record
+    return record, values
 
 
 def _read_json(folder: Path, what: str) -> Any:
     """The JSON that orbax wrote to ``folder``, whose name depends on orbax's version; None where there is none."""
     for name in ("data.json", "metadata", "metrics"):
-        path = folder / name
-        size = _size(path)
-        if size is None:
-            continue
-        if size > _MAX_RECORD_BYTES:
-            raise DataError(f"the checkpoint's {what} '{path}' has {size:,} bytes, which cannot be right")
-        try:
-            return json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise DataError(
-                f"the checkpoint's {what} '{path}' cannot be read: {error}; use another step"
-            ) from error
+        if _size(folder / name) is not None:
+            return _read_json_file(folder / name, what)
     return None
+
+
+def _read_json_file(path: Path, what: str) -> Any:
+    size = _size(path)
+    if size is not None and size > _MAX_RECORD_BYTES:
+        raise DataError(f"the checkpoint's {what} '{path}' has {size:,} bytes, which cannot be right")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"the checkpoint's {what} '{path}' cannot be read: {error}; use another step"
+        ) from error
+
+
+def _check_step_number(record: StepRecord) -> None:
+    steps = [record.step, *([record.run_state["step"]] if "step" in record.run_state else [])]
+    if any(type(step) is not int or step < 0 for step in steps) or len(set(steps)) > 1:
+        raise ValueError(f"{' and '.join(map(repr, steps))} cannot be the number of its step")
 
 
 def _size(path: Path) -> int | None:

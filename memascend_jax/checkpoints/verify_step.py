@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from memascend_jax.checkpoints.saved_step import COMMITTED, SavedStep, open_step
+from memascend_jax.checkpoints.array_layout import TREE_FILE, tree_text
+from memascend_jax.checkpoints.saved_step import COMMITTED, MODEL_FILES, SavedStep, open_step
 from memascend_jax.dtypes import to_dtype
 from memascend_jax.errors import DataError
 from memascend_jax.storage.engine import aligned_buffer
@@ -22,12 +24,18 @@ _THREADS = 4
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What was read of a step, and what is wrong with it: a sentence each."""
+    """What was read of a step, and what is wrong with it: a sentence each.
+
+    Attributes:
+        recorded: whether the checksums of all files were written down by name when it was saved; without that, files
+            of one size that were exchanged are not noticed, nor damage to small ones.
+    """
 
     step: int
     arrays: int
     bytes: int
     faults: tuple[str, ...]
+    recorded: bool = True
 
 
 def verify_step(saved: SavedStep) -> StepReport:
@@ -42,8 +50,32 @@ def verify_step(saved: SavedStep) -> StepReport:
         return StepReport(saved.record.step, 0, 0, (str(error),))
     with ThreadPoolExecutor(_THREADS) as executor:
         found = list(executor.map(lambda key: _fault(saved, key), arrays))
+    found += _small_files(saved)
+    if saved.path.name.isdecimal() and int(saved.path.name) != saved.record.step:
+        found.append(
+            f"the checkpoint '{saved.path}' is of step {saved.record.step}, whatever its name says; give it that name"
+        )
     faults = tuple(fault for fault in found if fault is not None)
-    return StepReport(saved.record.step, len(arrays), saved.nbytes, faults)
+    recorded = saved.digests is not None
+    return StepReport(saved.record.step, len(arrays), saved.nbytes, faults, recorded)
+
+
+def _small_files(saved: SavedStep) -> list[str | None]:
+    """The faults of what is no array: orbax's description of the tree, and the files of the model."""
+    digests, state = saved.digests, saved.state_folder
+    if digests is None:
+        # At least that it is there and can be read.
+        try:
+            tree = json.loads((state / TREE_FILE).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            return [f"the checkpoint's '{state / TREE_FILE}' cannot be read: {error}"]
+        expected = json.loads(tree_text(list(saved.arrays.values())))
+        return [
+            None if tree == expected else f"'{state / TREE_FILE}' does not describe the arrays that there are"
+        ]
+    names = [TREE_FILE, *(name for name in digests.files if name.startswith(f"{MODEL_FILES}/"))]
+    faults = [digests.fault_of_file(state, name) for name in names]
+    return [None if fault is None else f"the checkpoint '{saved.path}': {fault}" for fault in faults]
 
 
 def _fault(saved: SavedStep, key: tuple[str, str]) -> str | None:

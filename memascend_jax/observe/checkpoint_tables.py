@@ -32,7 +32,10 @@ def verify_table(folder: str, steps: Sequence[Mapping[str, Any]]) -> Table:
     table = _table(folder, "step", "arrays", "read", "result")
     for step in steps:
         faults = len(step["faults"])
-        result = counted(faults, "fault", "faults") if faults else "every checksum matches"
+        whole = "every checksum matches"
+        if not step["digests_recorded"]:
+            whole += "; of which file: not recorded, it is of an earlier version"
+        result = counted(faults, "fault", "faults") if faults else whole
         table.add_row(str(step["step"]), f"{step['arrays']:,}", format_bytes(step["bytes"]), result)
     return table
 

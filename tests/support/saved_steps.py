@@ -77,11 +77,13 @@ def record(step: int, name: str = "fp32", **changes) -> StepRecord:
     return StepRecord(**{**made, **changes})
 
 
-def save_small(folder: Path, *steps: int, name: str = "fp32", **changes) -> dict[tuple[str, str], np.ndarray]:
+def save_small(
+    folder: Path, *steps: int, name: str = "fp32", files=None, **changes
+) -> dict[tuple[str, str], np.ndarray]:
     """Saves ``steps``, all with the same values, and returns those."""
     arrays = small_arrays(name)
     values = random_values(arrays)
     with OrbaxSteps(folder, every=1, keep=10) as saver:
         for step in steps:
-            saver.save(record(step, name, **changes), streamed(arrays, values), {})
+            saver.save(record(step, name, **changes), streamed(arrays, values, files), {})
     return values

@@ -7,6 +7,7 @@ import json
 import resource
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -179,6 +180,76 @@ def test_a_flipped_bit_is_found(tmp_path: Path, offset: int) -> None:
     flip(damaged(tmp_path / "1"), offset)
     (fault,) = verify_step(open_step(tmp_path / "1")).faults
     assert str(damaged(tmp_path / "1")) in fault and "CRC32C" in fault
+
+
+DOWN, UP, GATE = (f"model.layers.0.mlp.{name}_proj.weight" for name in ("down", "up", "gate"))
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:40])
+
+
+def zero(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def swap(step: Path, one: str, other: str) -> None:
+    held = step / "state" / "held"
+    (step / "state" / one).rename(held)
+    (step / "state" / other).rename(step / "state" / one)
+    held.rename(step / "state" / other)
+
+
+def change_tokens(step: Path) -> None:
+    path = step / "run" / "data.json"
+    path.write_text(
+        path.read_text().replace('"tokens": 7', '"tokens": 3').replace('"tokens":7', '"tokens":3')
+    )
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda step: truncate(step / "state" / "_METADATA"), "'_METADATA' is damaged"),
+        (lambda step: (step / "state" / "_METADATA").unlink(), "'_METADATA' cannot be read"),
+        (lambda step: zero(step / "_CHECKPOINT_METADATA"), "_CHECKPOINT_METADATA' cannot be read"),
+        (lambda step: truncate(step / "_CHECKPOINT_METADATA"), "_CHECKPOINT_METADATA' cannot be read"),
+        (lambda step: (step / "_CHECKPOINT_METADATA").write_text("[]"), "does not say what is saved"),
+        (change_tokens, "its record holds other values than were saved"),
+        (lambda step: zero(step / "state" / "_model" / "a.json"), "'_model/a.json' is damaged"),
+        (lambda step: flip(step / "state" / "_digests.json", 50), "_digests.json', cannot be used"),
+        (lambda step: (step / "state" / "_digests.json").unlink(), "it is missing"),
+        (lambda step: swap(step, f"mu.{UP}", f"mu.{GATE}"), "is whole, but not the one that was saved"),
+        (lambda step: swap(step, f"master.{DOWN}", f"mu.{DOWN}"), "is whole, but not the one that was saved"),
+        (lambda step: step.rename(step.with_name("9")), "is of step 2, whatever its name says"),
+    ],
+)
+def test_damage_to_any_file_and_files_that_were_exchanged_are_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], None], words: str
+) -> None:
+    save_small(tmp_path, 2, files={"a.json": b"{}\n" * 9})
+    assert cli.main(["checkpoint", "verify", str(tmp_path)]) == 0
+    assert "not recorded" not in capsys.readouterr().out
+    damage(tmp_path / "2")
+    assert cli.main(["checkpoint", "verify", str(tmp_path)]) == 5
+    assert words in capsys.readouterr().err
+
+
+def test_a_step_of_an_earlier_version_has_no_checksums_by_name_and_is_still_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_small(tmp_path, 2)
+    step = tmp_path / "2"
+    path = step / "run" / "data.json"
+    values = json.loads(path.read_text())
+    del values["digests"]
+    path.write_text(json.dumps(values))
+    (step / "state" / "_digests.json").unlink()
+    assert cli.main(["checkpoint", "verify", str(tmp_path)]) == 0
+    assert "not recorded" in capsys.readouterr().out
+    path.write_text(json.dumps({**values, "step": -2}))
+    assert cli.main(["checkpoint", "verify", str(tmp_path)]) == 5
+    assert "cannot be the number of its step" in capsys.readouterr().err
 
 
 def test_what_is_not_whole_is_told_and_an_older_step_is_used(tmp_path: Path) -> None:
