@@ -143,7 +143,9 @@ def _compiled(update: LeafUpdate, grad_input: int, *, clips: bool, applies: bool
         for number, value in zip(inputs, values, strict=True):
             if clips and number == grad_input:
                 norm, max_norm = clip
-                value = jnp.where(norm < max_norm, value, (value / norm.astype(value.dtype)) * max_norm)
+                # Both in the gradient's own type, as optax's clip does, whose max_norm is a Python number.
+                shorter = (value / norm.astype(value.dtype)) * max_norm.astype(value.dtype)
+                value = jnp.where(norm < max_norm, value, shorter)
             given[number] = value
         result, *states = program.evaluate(given, length if elementwise else 0)
         if applies:
