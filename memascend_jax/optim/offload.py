@@ -10,7 +10,7 @@ lamb) comes whole into host memory, with its state.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Literal
 
@@ -21,8 +21,8 @@ from memascend_jax.memory.arena import PinnedArena
 from memascend_jax.optim.offload_coupling import CouplingError, check_separable
 from memascend_jax.optim.offload_engine import OffloadEngine, OffloadOptions
 from memascend_jax.optim.offload_handle import OffloadState, OnDisk
-from memascend_jax.optim.offload_leaves import named_leaves
-from memascend_jax.optim.offload_record import user_bytes
+from memascend_jax.optim.offload_leaves import NamedLeaves, check_untraced, named_leaves
+from memascend_jax.optim.offload_live import live_states
 from memascend_jax.optim.offload_step import step
 from memascend_jax.optim.offload_trace import scalar_shape
 from memascend_jax.optim.state_format import BLOCK_BYTES
@@ -87,6 +87,8 @@ def offload(
         raise ConfigError(f"offload takes an optax transform, with init and update; got {type(tx).__name__}")
     if not isinstance(store, TensorStore):
         raise ConfigError(f"store must be an open TensorStore, got {type(store).__name__}")
+    if store.closed:
+        raise ConfigError(f"store '{store.paths[0]}' is closed; open it again")
     if store.read_only:
         raise ConfigError(f"store '{store.paths[0]}' was opened read-only; open it for writing")
     if clip_norm is not None and not (math.isfinite(clip_norm) and clip_norm > 0):
@@ -141,15 +143,19 @@ class Offload:
             RunError: called inside a jax transformation.
         """
         leaves = named_leaves(params, "parameters")
-        return self._made(leaves).make(leaves)
+        return self._begun(leaves, lambda engine: engine.make(leaves))
 
     def restore(self, params: Any) -> OffloadState:
         """Returns the handle of the state in the store's last commit, for parameters like those of ``init``.
 
+        Updates after that commit are undone, those of parameters in the store too.
+
         Raises:
-            StoreError: there is none of this name, or it is of another transform or of other parameters.
+            StoreError: there is none of this name, it is of another transform or of other parameters, or the store
+                overwrites in place and cannot go back.
         """
-        return self._made(named_leaves(params, "parameters")).restored()
+        leaves = named_leaves(params, "parameters")
+        return self._begun(leaves, lambda engine: engine.restored())
 
     def update(self, grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, OffloadState]:
         """Returns (updates, new handle), as optax does; the state on SSD has changed, so ``state`` is used up.
@@ -182,15 +188,21 @@ class Offload:
         Args:
             run_state: bytes of the user's own, kept with it; None: those of the last commit.
         """
-        return self._bound().commit(state, run_state)
+        check_untraced()
+        named_leaves(state, "optimizer state")
+        engine = self._bound()
+        with engine.alone():
+            return engine.commit(state, run_state)
 
     @property
     def run_state(self) -> bytes:
         """The user's own bytes of the last commit."""
-        return user_bytes(self._store.run_state)
+        return self._store.run_state
 
     def state_of(self, state: Any, path: str) -> dict[str, np.ndarray]:
         """Returns the arrays of the state of the parameter at ``path``; see ``OffloadState.state_of``."""
+        check_untraced()
+        named_leaves(state, "optimizer state")
         return self._bound().read_state(state, path)
 
     @property
@@ -206,7 +218,7 @@ class Offload:
         """Gives the slots back; twice is harmless. The state stays in the store."""
         engine, self._engine = self._engine, None
         if engine is not None:
-            engine.close()
+            engine.release()
 
     def __enter__(self) -> Offload:
         return self
@@ -216,11 +228,25 @@ class Offload:
     ) -> None:
         self.close()
 
-    def _made(self, leaves: Any) -> OffloadEngine:
-        self.close()
-        fused = fused_description(self._tx)
-        self._engine = OffloadEngine(self._tx, fused, leaves, self._store, self._arena, self._options)
-        return self._engine
+    def _begun(self, leaves: NamedLeaves, begin: Callable[[OffloadEngine], OffloadState]) -> OffloadState:
+        """Takes a new engine into use; one that cannot begin leaves the one before as it was."""
+        check_untraced()
+        with live_states(self._store).alone(self._store):
+            fused = fused_description(self._tx)
+            engine = OffloadEngine(self._tx, fused, leaves, self._store, self._arena, self._options)
+            before = self._engine
+            if before is not None:
+                before.release()
+            try:
+                engine.acquire()
+                state = begin(engine)
+            except BaseException:
+                engine.release()
+                if before is not None:
+                    before.acquire()
+                raise
+            self._engine = engine
+            return state
 
     def _bound(self) -> OffloadEngine:
         if self._engine is None:

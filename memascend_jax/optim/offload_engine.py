@@ -7,8 +7,10 @@ What does not live here: what a user calls (``offload``), and the arithmetic of 
 from __future__ import annotations
 
 import logging
+import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -24,11 +26,14 @@ from memascend_jax.optim.offload_coupling import state_owners
 from memascend_jax.optim.offload_expected import ExpectedHandle
 from memascend_jax.optim.offload_fused import fused_leaves
 from memascend_jax.optim.offload_handle import Home, OffloadState, StateReader, serve
+from memascend_jax.optim.offload_identity import check_identity, identity_of
 from memascend_jax.optim.offload_initial import write_initial_state
 from memascend_jax.optim.offload_layout import plan_layout
 from memascend_jax.optim.offload_leaf import CompiledUpdates, leaf_updates
-from memascend_jax.optim.offload_leaves import NamedLeaves, shape_of
-from memascend_jax.optim.offload_record import StateRecord, record_of, with_record
+from memascend_jax.optim.offload_leaves import NamedLeaves, shape_of, without_variables
+from memascend_jax.optim.offload_live import LiveState, live_states
+from memascend_jax.optim.offload_place import StatePlace
+from memascend_jax.optim.offload_record import StateRecord, decoded, encoded
 from memascend_jax.optim.offload_stream import StateStream
 from memascend_jax.optim.offload_trace import Shape, TracedTransform, shape_struct, trace_transform
 from memascend_jax.storage.tensor_store import TensorSpec, TensorStore
@@ -57,8 +62,11 @@ class OffloadOptions:
 class OffloadEngine:
     """The state of one transform for one pytree of parameters.
 
+    It takes memory with ``acquire``, and serves a state from ``make`` or ``restored`` on. Each call is one of
+    ``alone``, which keeps other threads out.
+
     Attributes:
-        version: of the state in the store; ``committed_version`` is what a crash would leave.
+        live: what is true of the state in the store, whichever engine changes it.
     """
 
     def __init__(
@@ -104,79 +112,163 @@ class OffloadEngine:
         )
         if all(update.frozen for update in self.updates):
             _log.warning("all %d parameters are frozen: updates change nothing", len(self.updates))
-        self._arena, self.pool = _memory(arena, self.layout.classes, self.layout.slot_bytes)
-        self._owns_arena = arena is None
+        self._arena = arena
+        self._own_arena: PinnedArena | None = None
+        self._pool: SlotPool | None = None
+        self._stream: StateStream | None = None
         self.cpu = _cpu_device()
         self.compiled = CompiledUpdates()
-        self.stream = StateStream(store, self.pool, self.layout.groups)
         self.handles = ExpectedHandle(self.traced, self.owners, self.updates, self.layout.specs, self.home)
-        self.version = self.committed_version = 0
-        #: Why the state in the store can be used no more.
-        self.broken: str | None = None
+        self.identity = identity_of(
+            self.traced, self.updates, self.layout.specs, self.stored_params, options.tile_elements
+        )
+        self._live: LiveState | None = None
         self._reader = StateReader(self.read_state, self.names)
         self._shared = self._compiled_shared()
+
+    @property
+    def live(self) -> LiveState:
+        """Raises ``StoreError`` before ``make`` or ``restored``."""
+        if self._live is None:
+            raise StoreError(
+                "this offloaded transform has no state yet; call init(params) or restore(params)"
+            )
+        return self._live
+
+    @property
+    def version(self) -> int:
+        """Of the state in the store as it is now."""
+        return self.live.version
+
+    @property
+    def stream(self) -> StateStream:
+        """The way of the state between the store and the slots, which ``acquire`` made."""
+        if self._stream is None:
+            raise StoreError("this offloaded transform was closed; make it again and call restore(params)")
+        return self._stream
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Keeps other calls out; see ``LiveStates.alone``."""
+        return live_states(self.store).alone(self.store)
+
+    def acquire(self) -> None:
+        """Takes the slots.
+
+        Raises:
+            ConfigError: the user's arena has no room for them.
+        """
+        if self._pool is None:
+            arena, self._pool = _memory(self._arena, self.layout.classes, self.layout.slot_bytes)
+            self._own_arena = arena if self._arena is None else None
+            self._stream = StateStream(self.store, self._pool, self.layout.groups)
+
+    def release(self) -> None:
+        """Gives the slots back; twice is harmless. The store stays open."""
+        pool, arena, self._pool, self._own_arena, self._stream = (
+            self._pool,
+            self._own_arena,
+            None,
+            None,
+            None,
+        )
+        if pool is not None:
+            pool.close()
+        if arena is not None:
+            arena.close()
 
     def make(self, params: NamedLeaves) -> OffloadState:
         """Returns the handle of a new state, which is in the store, committed.
 
         Raises:
-            StoreError: the store holds a state of this name, or has no room.
+            StoreError: the store holds a state of this name, or has no room. What it held is there then.
         """
-        specs = list(self.layout.specs.values())
-        present = [spec.name for spec in specs if spec.name in self.store]
-        if present and not self.options.overwrite:
-            raise StoreError(
-                f"store '{self.home.store_path}' has an optimizer state already ('{present[0]}'"
-                f"{f' and {len(present) - 1:,} more' if len(present) > 1 else ''}); go on with it by restore(params), "
-                "or pass overwrite=True to begin again, or another name= to keep both"
-            )
-        for name in present:
-            self.store.remove(name)
-        declared: list[str] = []
+        place = StatePlace(self.store, self.options.name, self.layout.specs, self.home.store_path)
+        place.check(overwrite=self.options.overwrite)
+        name = self.options.name
+        states = live_states(self.store).states
+        before = states.get(name)
+        live = LiveState(self.store, name, uuid.uuid4().hex[:16], 0)
+        place.take()
+        live.begin_change()
         try:
-            for spec in specs:
-                self.store.declare(spec)
-                declared.append(spec.name)
             values = write_initial_state(self, params.values)
+            self._bind(live)
             state = self.handles.make(values, 0, 0)
+            live.end_change()
             self.commit(state)
         except BaseException:
-            for name in declared:
-                self.store.remove(name)
+            live.begin_change()
+            undone = place.undo()
+            if undone:
+                self.store.records.roll_back(name)
+                live.end_change()
+            if before is not None:
+                before.version = before.committed_version
+                before.broken = None if undone else live.broken
             raise
+        if before is not None:
+            before.gone = f"the optimizer state in store '{self.home.store_path}' was replaced by another one"
+        states[name] = live
         serve(self.home, self._reader)
         return state
 
     def restored(self) -> OffloadState:
-        """Returns the handle of the state that the store's last generation holds.
+        """Returns the handle of the state that the store's last generation holds; later updates of it are undone.
 
         Raises:
-            StoreError: there is none of this name, or it is of another transform or of other parameters.
+            StoreError: there is none of this name, it is of another transform or of other parameters, or what was
+                changed since cannot be undone.
         """
-        record = record_of(self.store.run_state, self.options.name)
-        if record is None:
+        name, path = self.options.name, self.home.store_path
+        found = self.store.records.committed.get(name)
+        if found is None:
             raise StoreError(
-                f"store '{self.home.store_path}' holds no offloaded state called {self.options.name!r}; make one with "
-                "init(params)"
+                f"store '{path}' holds no offloaded state called {name!r}; make one with init(params)"
             )
+        record = decoded(found)
+        numbers = self._checked(record)
+        states = live_states(self.store).states
+        live = states.get(name)
+        if live is None:
+            live = LiveState(self.store, name, record.state_id, record.version)
+        self._bind(live)
+        if live.broken is not None or live.version != record.version:
+            self.roll_back()
+        self.store.records.roll_back(name)
+        states[name] = live
+        serve(self.home, self._reader)
+        values = {state: record.values[self.traced.state_paths[state]] for state in numbers}
+        return self.handles.make(values, record.version, record.skipped)
+
+    def _checked(self, record: StateRecord) -> list[int]:
+        """Returns the state arrays that are numbers; raises ``StoreError`` when ``record`` is of something else."""
+        path = self.home.store_path
+        check_identity(record.identity, self.identity, path)
         for spec in self.layout.specs.values():
             if spec.name not in self.store or self.store.spec(spec.name) != spec:
-                found = self.store.spec(spec.name) if spec.name in self.store else "missing"
+                there = self.store.spec(spec.name) if spec.name in self.store else None
+                if there is not None and replace(there, tile_elements=spec.tile_elements) == spec:
+                    raise StoreError(
+                        f"the state in store '{path}' was made with another tile_elements than "
+                        f"{self.options.tile_elements:,}: '{spec.name}' has tiles of {there.tile_elements:,} elements, "
+                        f"not {spec.tile_elements:,}; pass the tile_elements that init was given"
+                    )
                 raise StoreError(
-                    f"the state in store '{self.home.store_path}' is of another transform or of other parameters: "
-                    f"'{spec.name}' should be {spec}, found {found}"
+                    f"the state in store '{path}' is of another transform or of other parameters: '{spec.name}' should "
+                    f"be {spec}, found {there or 'missing'}"
                 )
         numbers = self.handles.number_states()
         unknown = {self.traced.state_paths[state] for state in numbers} ^ set(record.values)
         if unknown:
             raise StoreError(
-                f"the state in store '{self.home.store_path}' is of another transform: it has other numbers "
+                f"the state in store '{path}' is of another transform: it has other numbers "
                 f"({', '.join(sorted(unknown)[:3])})"
             )
-        values = {state: record.values[self.traced.state_paths[state]] for state in numbers}
-        self.version = self.committed_version = record.version
-        serve(self.home, self._reader)
-        return self.handles.make(values, record.version, record.skipped)
+        return numbers
+
+    def _bind(self, live: LiveState) -> None:
+        self._live = live
+        self.home = self.handles.home = replace(self.home, state_id=live.state_id)
 
     def shared_update(self, inputs: Sequence[Any]) -> list[Any]:
         """Returns the new values of the shared arrays for the inputs of an update, of which leaves are not needed."""
@@ -189,35 +281,53 @@ class OffloadEngine:
         Raises:
             StoreError: it is no handle, or of another store, name, transform or version; says which.
         """
-        if self.broken is not None:
-            raise StoreError(self.broken)
+        live = self.live
+        if live.gone is not None:
+            raise StoreError(f"{live.gone}; call restore(params)")
+        if live.broken is not None:
+            raise StoreError(live.broken)
         version, numbers = self.handles.checked(state)
         self._check_version(version)
         return numbers
 
+    def keep(self, version: int, skipped: int, values: Mapping[int, Any]) -> OffloadState:
+        """Makes these numbers those that go with the state's arrays, in every commit; returns the handle."""
+        record = StateRecord(
+            version,
+            skipped,
+            {self.traced.state_paths[index]: value for index, value in values.items()},
+            self.live.state_id,
+            self.identity,
+        )
+        state = self.handles.make(values, version, skipped)
+        self.store.records.set(self.options.name, encoded(record))
+        self.live.version = version
+        return state
+
     def commit(self, state: OffloadState, user: bytes | None = None) -> int:
         """Makes the state, and all else that was written to the store, the next generation; returns its number."""
+        state = without_variables(state)
         values = self.numbers(state)
-        record = StateRecord(
-            int(state.version),
-            int(state.skipped),
-            {self.traced.state_paths[index]: value for index, value in values.items()},
-        )
-        generation = self.store.commit(with_record(self.store.run_state, self.options.name, record, user))
-        self.committed_version = record.version
-        return generation
+        self.keep(int(state.version), int(state.skipped), values)
+        return self.store.commit(self.store.run_state if user is None else user)
 
     def roll_back(self) -> None:
         """Makes the last generation's state the newest again, after a step that failed half way."""
+        self.live.begin_change()
         names = [spec.name for spec in self.layout.specs.values()]
         names += [spec.name for spec in self.stored_params.values()]
         self.store.rollback(names)
+        self.store.records.roll_back(self.options.name)
         # Not what was noted here: the failure may have come between the commit and the note.
-        record = record_of(self.store.run_state, self.options.name)
-        self.version = self.committed_version = 0 if record is None else record.version
+        self.live.version = self.live.committed_version
+        self.live.end_change()
 
     def read_state(self, state: OffloadState, path: str) -> dict[str, np.ndarray]:
         """Returns the arrays of one leaf; see ``OffloadState.state_of``."""
+        with self.alone():
+            return self._read_state(state, path)
+
+    def _read_state(self, state: OffloadState, path: str) -> dict[str, np.ndarray]:
         values = self.numbers(state)
         if path not in self.names:
             raise KeyError(f"no parameter '{path}' in this state; it has {', '.join(self.names[:8])} …")
@@ -246,12 +356,6 @@ class OffloadEngine:
             f"{format_bytes(self.layout.slot_bytes)} of slots in host memory"
         )
 
-    def close(self) -> None:
-        """Gives the slots back; the store stays open."""
-        self.pool.close()
-        if self._owns_arena:
-            self._arena.close()
-
     def _compiled_shared(self) -> Any:
         program = self.traced.update.sliced(
             [self.traced.state_output(state) for state in self.handles.shared_states()]
@@ -262,9 +366,10 @@ class OffloadEngine:
         if version == self.version:
             return
         way = "older" if version < self.version else "newer"
+        committed = self.live.committed_version
         raise StoreError(
             f"the optimizer state is of version {version:,}, {way} than that in store '{self.home.store_path}', which "
-            f"is of version {self.version:,} (committed: {self.committed_version:,}): the arrays on SSD exist once. "
+            f"is of version {self.version:,} (committed: {committed:,}): the arrays on SSD exist once. "
             "Use the state that the last update returned, or restore(params) and the parameters that go with it"
         )
 
@@ -318,4 +423,15 @@ def _check_dtypes(traced: TracedTransform, frozen: Sequence[bool]) -> None:
 
 
 def _stored_params(store: TensorStore, params: NamedLeaves) -> dict[int, TensorSpec]:
-    return {leaf: store.spec(value) for leaf, value in enumerate(params.values) if isinstance(value, str)}
+    found: dict[int, TensorSpec] = {}
+    leaves: dict[str, str] = {}
+    for leaf, (name, value) in enumerate(zip(params.names, params.values, strict=True)):
+        if isinstance(value, str):
+            if value in leaves:
+                raise ConfigError(
+                    f"parameters: '{name}' is the tensor '{value}' of the store, and so is '{leaves[value]}': an "
+                    "update would write it twice; give each leaf a tensor of its own"
+                )
+            leaves[value] = name
+            found[leaf] = store.spec(value)
+    return found

@@ -30,6 +30,7 @@ class ExpectedHandle:
 
     Attributes:
         places: for each state array where it is; None: its value is in the handle.
+        home: of the handles that are made and accepted.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class ExpectedHandle:
         specs: Mapping[int, TensorSpec],
         home: Home,
     ) -> None:
-        self._traced, self._owners, self._home = traced, owners, home
+        self._traced, self._owners, self.home = traced, owners, home
         self.places: list[OnDisk | None] = []
         for state, (owner, shape) in enumerate(zip(owners, traced.state_shapes, strict=True)):
             spec = specs.get(state)
@@ -66,7 +67,7 @@ class ExpectedHandle:
             for state, place in enumerate(self.places)
         ]
         inner = self._traced.state_tree.unflatten(leaves)
-        return OffloadState(inner, jnp.int32(version), jnp.int32(skipped), self._home)
+        return OffloadState(inner, jnp.int32(version), jnp.int32(skipped), self.home)
 
     def checked(self, state: Any) -> tuple[int, dict[int, np.ndarray]]:
         """Returns a handle's version, and its numbers by state array.
@@ -79,7 +80,7 @@ class ExpectedHandle:
             raise StoreError(
                 f"the optimizer state is a {type(state).__name__}, not what init of this offloaded transform returned"
             )
-        home = self._home
+        home = self.home
         if state.home.store_id != home.store_id:
             raise StoreError(
                 f"the optimizer state belongs to store '{state.home.store_path}' ({state.home.store_id[:8]}), not to "
@@ -87,6 +88,11 @@ class ExpectedHandle:
             )
         if state.home.name != home.name:
             raise StoreError(f"the optimizer state is called {state.home.name!r}, not {home.name!r}")
+        if state.home.state_id != home.state_id:
+            raise StoreError(
+                f"the optimizer state is not the one in store '{home.store_path}': another was made there since, under "
+                "the same name; use the state that its init or last update returned, or restore(params)"
+            )
         leaves, tree = jax.tree.flatten(state.inner, is_leaf=is_on_disk)
         if tree != self._traced.state_tree:
             raise StoreError(

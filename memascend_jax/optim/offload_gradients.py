@@ -45,6 +45,11 @@ def look_at(gradients: Sequence[Any]) -> GradientFacts:
     return GradientFacts(math.sqrt(math.fsum(squares)) if not nonfinite else math.nan, tuple(nonfinite))
 
 
+def is_finite(array: NDArray[Any]) -> bool:
+    """Returns whether no element of ``array``, in host memory, is inf or nan."""
+    return not _in_memory(array)[1]
+
+
 def _is_elsewhere(array: Any) -> bool:
     return isinstance(array, jax.Array) and any(device.platform != "cpu" for device in array.devices())
 

@@ -60,11 +60,13 @@ class StateReader:
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """Which store a handle belongs to: its id, its path for messages, and the name of the state in it."""
+    """Which store a handle belongs to: its id, its path for messages, the name of the state in it, and the state's id,
+    which another state of that name does not have."""
 
     store_id: str
     store_path: str
     name: str
+    state_id: str = ""
 
 
 @dataclass(frozen=True)

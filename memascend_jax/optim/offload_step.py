@@ -12,11 +12,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from memascend_jax.errors import ConfigError, NonfiniteError, StoreError
+from memascend_jax.errors import ConfigError, NonfiniteError
 from memascend_jax.optim.offload_engine import OffloadEngine
 from memascend_jax.optim.offload_gradients import look_at
 from memascend_jax.optim.offload_handle import OffloadState
-from memascend_jax.optim.offload_leaves import NamedLeaves, check_same, named_leaves
+from memascend_jax.optim.offload_leaves import (
+    NamedLeaves,
+    check_same,
+    check_untraced,
+    named_leaves,
+    without_variables,
+)
 from memascend_jax.optim.offload_update import PieceUpdates, Request, zero_update
 
 
@@ -27,58 +33,81 @@ def step(
     given_grads = named_leaves(grads, "gradients")
     named_leaves(state, "optimizer state")
     given_params = None if params is None else named_leaves(params, "parameters")
-    request = Request(
-        _checked_grads(engine, given_grads),
-        None
-        if given_params is None
-        else check_same(given_params, "parameters", engine.names, engine.traced.leaf_shapes, engine.store),
-        _checked_extra(engine, extra),
-        applies,
-    )
-    _check_params(engine, request)
-    numbers = engine.numbers(state)
-    version, skipped = int(state.version), int(state.skipped)
-    answer = given_grads if given_params is None else given_params
-    clip, nonfinite = _looked_at(engine, request)
-    if nonfinite and engine.options.nonfinite == "skip":
-        return answer.rebuild(_unchanged(engine, request)), engine.handles.make(numbers, version, skipped + 1)
-    update = PieceUpdates(engine, request, numbers, clip)
-    with jax.default_device(engine.cpu):
-        update.prepare()
-        try:
-            engine.stream.run(update.piece, writes_params=applies)
-            results, values = update.finish()
-            engine.version = version + 1
-            new_state = _committed(engine, values, skipped)
-        except BaseException as error:
-            _undo(engine, error)
-            raise
-    return answer.rebuild(results), new_state
+    check_untraced()
+    with engine.alone():
+        numbers = engine.numbers(state)
+        version, skipped = int(without_variables(state).version), int(without_variables(state).skipped)
+        request = Request(
+            _checked_grads(engine, given_grads),
+            None if given_params is None else _checked_params(engine, given_params),
+            _checked_extra(engine, extra),
+            applies,
+        )
+        _check_params(engine, request)
+        answer = given_grads if given_params is None else given_params
+        clip, nonfinite = _looked_at(engine, request)
+        if nonfinite and engine.options.nonfinite == "skip":
+            return answer.rebuild(_unchanged(engine, request)), engine.keep(version, skipped + 1, numbers)
+        update = PieceUpdates(engine, request, numbers, clip)
+        with jax.default_device(engine.cpu):
+            update.prepare()
+            try:
+                engine.live.begin_change()
+                engine.stream.run(update.piece, writes_params=applies)
+                results, values = update.finish()
+                new_state = engine.keep(version + 1, skipped, values)
+                engine.live.end_change()
+                _commit_when_due(engine, new_state)
+            except BaseException as error:
+                _undo(engine, error, version)
+                raise
+        return answer.rebuild(results), new_state
 
 
-def _committed(engine: OffloadEngine, values: Mapping[int, Any], skipped: int) -> OffloadState:
-    state = engine.handles.make(values, engine.version, skipped)
+def _commit_when_due(engine: OffloadEngine, state: OffloadState) -> None:
     every = engine.options.commit_every
-    if every and engine.version - engine.committed_version >= every:
+    if every and engine.version - engine.live.committed_version >= every:
         engine.commit(state)
-    return state
 
 
-def _undo(engine: OffloadEngine, error: BaseException) -> None:
+def _undo(engine: OffloadEngine, error: BaseException, version: int) -> None:
+    """Goes back to ``version``, which the step began with, or to the last commit where the store was written."""
+    live = engine.live
+    if live.version == version and not engine.stream.wrote:
+        live.end_change()
+        return
+    live.begin_change()
+    if engine.store.closed:
+        error.add_note(
+            f"store '{engine.home.store_path}' was closed during the step: it holds its last commit"
+        )
+        return
     try:
         engine.roll_back()
-    except (StoreError, OSError) as failure:
-        engine.broken = (
-            f"the optimizer state in store '{engine.home.store_path}' is a mixture of two steps since a step failed "
-            f"half way, and cannot be used: {failure}"
+    except Exception as failure:
+        # The state says so itself to whoever uses it next.
+        error.add_note(f"{live.broken} ({failure})")
+        return
+    if live.version < version:
+        error.add_note(
+            f"the optimizer state in store '{engine.home.store_path}' is that of its last commit again, version "
+            f"{live.version:,}: with this update {version - live.version:,} before it were undone; call "
+            "restore(params) and go on with the parameters of that version"
         )
-        error.add_note(engine.broken)
 
 
 def _checked_grads(engine: OffloadEngine, given: NamedLeaves) -> tuple[Any, ...]:
     """A frozen leaf's gradient is not looked at: it may be of any type, such as jax's float0."""
     frozen = {engine.names[update.leaf] for update in engine.updates if update.frozen}
-    return check_same(given, "gradients", engine.names, engine.grad_shapes, engine.store, unchecked=frozen)
+    return check_same(
+        given,
+        "gradients",
+        engine.names,
+        engine.grad_shapes,
+        engine.store,
+        unchecked=frozen,
+        may_be_names=False,
+    )
 
 
 def _checked_extra(engine: OffloadEngine, extra: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -87,6 +116,20 @@ def _checked_extra(engine: OffloadEngine, extra: Mapping[str, Any]) -> dict[str,
     if missing:
         raise ConfigError(f"the update needs the extra argument {missing[0]!r}, which offload was told of")
     return {name: np.asarray(extra[name]) for name in names}
+
+
+def _checked_params(engine: OffloadEngine, given: NamedLeaves) -> tuple[Any, ...]:
+    values = check_same(given, "parameters", engine.names, engine.traced.leaf_shapes, engine.store)
+    for leaf, (name, value) in enumerate(zip(engine.names, values, strict=True)):
+        spec = engine.stored_params.get(leaf)
+        expected = None if spec is None else spec.name
+        if (value if isinstance(value, str) else None) != expected:
+            given_as = f"the tensor '{value}'" if isinstance(value, str) else "an array"
+            made_with = "an array" if expected is None else f"the tensor '{expected}' of the store"
+            raise ConfigError(
+                f"parameters: '{name}' is {given_as}, but the state was made with {made_with}; give what init was given"
+            )
+    return values
 
 
 def _check_params(engine: OffloadEngine, request: Request) -> None:

@@ -32,6 +32,8 @@ class StateStream:
         self._store = store
         self._pool = pool
         self._groups = groups
+        #: Whether the last run has begun to write.
+        self.wrote = False
 
     def run(self, work: Work, *, reads: bool = True, writes_params: bool = False) -> None:
         """Gives every piece to ``work``, then writes what it has changed; returns when all is written.
@@ -45,6 +47,7 @@ class StateStream:
         Raises:
             OSError: the disk failed. Whatever ``work`` raises is passed on.
         """
+        self.wrote = False
         reading: deque[_Reading] = deque()
         writing: list[Ticket] = []
         waiting = deque(self._groups)
@@ -108,7 +111,10 @@ class StateStream:
                     anything = True
                     for tile, offset in region.tiles:
                         batch.write_tile(region.tensor, tile, item.lease.address + region.offset + offset)
-        return batch.submit() if anything else None
+        if not anything:
+            return None
+        self.wrote = True
+        return batch.submit()
 
     @staticmethod
     def _settle(tickets: Sequence[Ticket | None]) -> None:

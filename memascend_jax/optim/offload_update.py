@@ -29,10 +29,13 @@ from memascend_jax.optim.offload_arrays import (
 )
 from memascend_jax.optim.offload_engine import OffloadEngine
 from memascend_jax.optim.offload_fused import takes_gradient, update_piece
+from memascend_jax.optim.offload_gradients import is_finite
 from memascend_jax.optim.offload_handle import as_number
 from memascend_jax.optim.offload_layout import PARAMETER, Piece
 from memascend_jax.optim.offload_leaf import LeafUpdate, is_streamed
 from memascend_jax.transfer.cpu import CpuTransfer
+
+_LARGEST_COUNT = (1 << 31) - 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +129,7 @@ class PieceUpdates:
         result, states = function(values, self._clip, own, piece.n_elements)
         # Once the results are there all inputs have been read, and the slot may be written.
         jax.block_until_ready((result, states))  # type: ignore[no-untyped-call]
-        self._check_first(result, piece)
+        self._check_finite(result, piece)
         for state, new in zip(update.returned, states, strict=True):
             if engine.owners[state] is None:
                 continue
@@ -157,7 +160,7 @@ class PieceUpdates:
         update_piece(self._engine.fused[piece.leaf], self._fused, piece, lease, grad, new)
         if not self._request.applies:
             np.subtract(new, old, out=new)
-        self._check_first(new, piece)
+        self._check_finite(new, piece)
         if not in_place and not direct:
             target.fill(piece.start, new)
 
@@ -219,17 +222,25 @@ class PieceUpdates:
             self._param = leaf, source
         return source
 
-    def _check_first(self, values: Any, piece: Piece) -> None:
-        """A number that is nan makes every element nan, the first one too; gradients were looked at before."""
-        if self._engine.options.nonfinite == "keep" or piece.n_elements == 0:
+    def _check_finite(self, values: Any, piece: Piece) -> None:
+        """Gradients were looked at before: what is not finite now comes from a number, or from the parameter."""
+        if self._engine.options.nonfinite == "keep" or is_finite(found := np.asarray(values).reshape(-1)):
             return
-        first = float(np.asarray(values).reshape(-1)[0])
-        if math.isfinite(first):
-            return
+        index = int(np.flatnonzero(~np.isfinite(found.astype(np.float64)))[0])
+        name, at = self._engine.names[piece.leaf], f"update {self._engine.version + 1:,}"
+        params = self._request.params
+        given = None if params is None or isinstance(params[piece.leaf], str) else params[piece.leaf]
+        if given is not None:
+            old = float(self._param_source(piece.leaf).piece(piece.start, piece.n_elements)[index])
+            if not math.isfinite(old):
+                raise NonfiniteError(
+                    f"the parameter '{name}' is {old} at its element {piece.start + index:,}, before {at}; "
+                    'the update was not made. nonfinite="keep" lets such ones through as optax does'
+                )
         raise NonfiniteError(
-            f"the update of '{self._engine.names[piece.leaf]}' is {first} at update {self._engine.version + 1:,} "
-            "though its gradient is finite: look at the learning rate's schedule and the other hyperparameters, and at "
-            "the parameter itself. The step was undone"
+            f"the update of '{name}' gives {float(found[index])} at its element {piece.start + index:,}, {at}, though "
+            "its gradient is finite: look at the learning rate's schedule and the other hyperparameters, and at "
+            "the parameter itself. The update was undone"
         )
 
     def _fused_numbers(self) -> StepNumbers | None:
@@ -247,7 +258,9 @@ class PieceUpdates:
             scale = float(self._clip[1] / self._clip[0])
         fused = next(iter(engine.fused.values())).update
         try:
-            return fused.numbers((counts[0] if counts else engine.version) + 1, scale)
+            # As optax's counts, which stay at the largest int32.
+            count = min((counts[0] if counts else engine.version) + 1, _LARGEST_COUNT)
+            return fused.numbers(count, scale)
         except ValueError as error:
             raise NonfiniteError(f"{error}; nothing was changed") from error
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -38,7 +37,7 @@ def run_of(store: TensorStore) -> RunState:
     name = ", ".join(store.paths)
     if store.generation == 0:
         raise StoreError(f"the store '{name}' holds nothing yet: what began to fill it was interrupted")
-    if "memascend_offload" in _parsed(store.run_state):
+    if store.records.committed:
         raise StoreError(
             f"the store '{name}' holds the state of memascend_jax.offload, not a training run: its arrays have the "
             "types that the optax transform gives them, in no state format"
@@ -73,11 +72,3 @@ def with_config(state: RunState, **sections: dict[str, Any]) -> dict[str, Any]:
     """Returns the run's configuration as plain values, with keys of ``sections`` replaced."""
     changed = {name: {**state.config[name], **values} for name, values in sections.items()}
     return {**state.config, **changed}
-
-
-def _parsed(run_state: bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(run_state)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}

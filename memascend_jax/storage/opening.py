@@ -11,6 +11,7 @@ from memascend_jax.errors import StoreError
 from memascend_jax.storage import formatting
 from memascend_jax.storage.bounce import Bounce
 from memascend_jax.storage.commit import Committer
+from memascend_jax.storage.commit_records import split_run_state
 from memascend_jax.storage.recovery import choose_generation
 from memascend_jax.storage.space import Space
 from memascend_jax.storage.store_errors import dirty_store
@@ -67,9 +68,8 @@ def check_and_repair(
         StoreError: tiles that do not match their checksums.
     """
     if committer.dirty:
-        raise dirty_store(
-            [member.path for member in volume.members], committer.generation, committer.run_state
-        )
+        _, user = split_run_state(committer.run_state)
+        raise dirty_store([member.path for member in volume.members], committer.generation, user)
     if not recovered.trusted or check_always or (check_after_crash and not recovered.closed):
         _check_all_tiles(volume, table, committer.generation, bounce, recovered.trusted)
     if recovered.stale:

@@ -22,6 +22,7 @@ from memascend_jax.storage.batch import Batch
 from memascend_jax.storage.bounce import Bounce
 from memascend_jax.storage.capacity import bytes_needed
 from memascend_jax.storage.commit import Committer
+from memascend_jax.storage.commit_records import CommitRecords
 from memascend_jax.storage.creation import CreationPlan, Weights
 from memascend_jax.storage.device import PathLike, resolve_paths
 from memascend_jax.storage.engine import ReusedBuffers
@@ -91,6 +92,7 @@ class TensorStore:
         self._io = TileIo(volume, self._table, check_reads=options.check_reads)
         self._committer = Committer(volume, self._table, self._io)
         self._io.before_overwrite = self._committer.mark_dirty
+        self._records = CommitRecords(lambda: self._committer.run_state)
         self._bounce = Bounce(options.bounce_bytes, options.arena)
         self._has_arena = options.arena is not None
         self._scratch: dict[str, Scratch] = {}
@@ -285,7 +287,17 @@ class TensorStore:
     @property
     def run_state(self) -> bytes:
         """What the last ``commit`` was given."""
-        return self._committer.run_state
+        return self._records.user
+
+    @property
+    def records(self) -> CommitRecords:
+        """What ``memascend_jax.offload`` keeps with every commit, whoever commits."""
+        return self._records
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._io.closed_reason is not None
 
     @property
     def dirty(self) -> bool:
@@ -408,6 +420,31 @@ class TensorStore:
             with self._io.lock:
                 self._take_out(self._table.tensors[name])
 
+    def redeclare(self, removed: Iterable[str], specs: Sequence[TensorSpec]) -> None:
+        """Takes the tensors ``removed`` out and adds those of ``specs``, without data, which may have their names.
+
+        Raises:
+            StoreError: there is no room, or another tensor has one of the names. Nothing is changed then.
+        """
+        self._io.check_writable()
+        layouts = layouts_of(specs, self.block_bytes)
+        with self._io.write_lock:
+            self._io.settle_all()
+            with self._io.lock:
+                old = [self._tensor(name) for name in removed]
+                gone = {tensor.name for tensor in old}
+                for spec in specs:
+                    if spec.name in self._table.tensors and spec.name not in gone:
+                        raise StoreError(f"tensor '{spec.name}' exists already; remove it first")
+                if layouts:
+                    self._committer.check_room(layouts, [tensor.layout for tensor in old])
+                placed = self._space.place(layouts)
+                for tensor in old:
+                    self._take_out(tensor)
+                for tensor in placed:
+                    self._table.add(tensor)
+                self._committer.tensors_changed(layouts)
+
     def put(self, name: str, array: npt.ArrayLike) -> None:
         """Writes ``array`` as tensor ``name``, declared as needed; a tensor of another shape or type is replaced.
 
@@ -480,8 +517,9 @@ class TensorStore:
     def commit(self, run_state: bytes = b"") -> int:
         """Makes everything written so far durable as one new generation, with ``run_state``; returns its number.
 
-        Waits for all writes in flight. Raises ``StoreError`` when one of them failed, the disk fails now, or
-        ``run_state`` is neither bytes nor gives its own.
+        Waits for all writes in flight. Raises ``StoreError`` when one of them failed, the disk fails now,
+        ``run_state`` is neither bytes nor gives its own, or a state of ``memascend_jax.offload`` is half changed; whole
+        ones are part of the generation.
         """
         self._io.check_writable()
         try:
@@ -491,7 +529,7 @@ class TensorStore:
                 f"run_state must be bytes, got {run_state!r:.80} ({type(run_state).__name__}); encode it first"
             ) from None
         with self._io.write_lock:
-            generation = self._committer.commit(state)
+            generation = self._committer.commit(self._records.with_user(state))
             with self._io.lock:
                 self._space.committed()
             return generation

@@ -177,11 +177,13 @@ def test_what_is_no_run_is_refused_by_what_it_is(tmp_path, capsys) -> None:
     for name, state, words in (
         ("empty", None, "holds nothing yet"),
         ("other", b"mine", "not a training run"),
-        ("offloaded", json.dumps({"memascend_offload": {}, "user": ""}).encode(), "memascend_jax.offload"),
+        ("offloaded", b"mine", "memascend_jax.offload"),
     ):
         with TensorStore.create(tmp_path / name, capacity="1MiB", **ANY_DISK) as store:
             if state is not None:
                 store.put("w", np.ones(10, np.float32))
+                if name == "offloaded":
+                    store.records.set("", {"version": 0})
                 store.commit(state)
         assert words in refused(tmp_path / name, "split", capsys=capsys)
 
