@@ -227,20 +227,6 @@ def resolve_step(path: Path, step: int | None = None) -> SavedStep:
     return open_step(path / str(steps[-1] if step is None else step))
 
 
-def newest_whole_step(root: Path) -> tuple[SavedStep | None, list[str]]:
-    """Returns the newest step whose files are all there, and why newer ones are not used."""
-    refused = []
-    for step in reversed(find_steps(root)):
-        try:
-            saved = open_step(root / str(step))
-            _ = saved.arrays
-        except DataError as error:
-            refused.append(str(error))
-        else:
-            return saved, refused
-    return None, refused
-
-
 def is_step(path: Path) -> bool:
     """Returns whether ``path`` is the folder of a step, whole or not, of any program that saves as this one does."""
     return (path / STATE).is_dir() or (path / RUN).is_dir()

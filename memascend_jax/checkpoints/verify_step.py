@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from memascend_jax.checkpoints.array_layout import TREE_FILE, tree_text
-from memascend_jax.checkpoints.saved_step import COMMITTED, MODEL_FILES, SavedStep, open_step
+from memascend_jax.checkpoints.saved_step import COMMITTED, MODEL_FILES, SavedStep, find_steps, open_step
 from memascend_jax.dtypes import to_dtype
 from memascend_jax.errors import DataError
 from memascend_jax.storage.engine import aligned_buffer
@@ -48,9 +48,7 @@ def verify_step(saved: SavedStep) -> StepReport:
         arrays = list(saved.arrays)
     except DataError as error:
         return StepReport(saved.record.step, 0, 0, (str(error),))
-    with ThreadPoolExecutor(_THREADS) as executor:
-        found = list(executor.map(lambda key: _fault(saved, key), arrays))
-    found += _small_files(saved)
+    found: list[str | None] = [*array_faults(saved), *_small_files(saved)]
     if saved.path.name.isdecimal() and int(saved.path.name) != saved.record.step:
         found.append(
             f"the checkpoint '{saved.path}' is of step {saved.record.step}, whatever its name says; give it that name"
@@ -58,6 +56,40 @@ def verify_step(saved: SavedStep) -> StepReport:
     faults = tuple(fault for fault in found if fault is not None)
     recorded = saved.digests is not None
     return StepReport(saved.record.step, len(arrays), saved.nbytes, faults, recorded)
+
+
+def array_faults(saved: SavedStep) -> list[str]:
+    """Returns what is wrong with the arrays, whose files all have the right sizes: a sentence for each array."""
+    with ThreadPoolExecutor(_THREADS) as executor:
+        found = executor.map(lambda key: _fault(saved, key), list(saved.arrays))
+        return [fault for fault in found if fault is not None]
+
+
+def check_step(saved: SavedStep) -> None:
+    """Returns when everything that a run goes on with from the step is as it was saved; reads all of it.
+
+    Raises:
+        DataError: something is missing or damaged.
+    """
+    _ = saved.arrays
+    faults = array_faults(saved)
+    if faults:
+        more = f"; and {len(faults) - 1:,} more" if len(faults) > 1 else ""
+        raise DataError(f"{faults[0]}{more}")
+
+
+def newest_whole_step(root: Path) -> tuple[SavedStep | None, dict[int, str]]:
+    """Returns the newest step that is as it was saved, and why newer ones are not used, by step."""
+    refused = {}
+    for step in reversed(find_steps(root)):
+        try:
+            saved = open_step(root / str(step))
+            check_step(saved)
+        except DataError as error:
+            refused[step] = str(error)
+        else:
+            return saved, refused
+    return None, refused
 
 
 def _small_files(saved: SavedStep) -> list[str | None]:

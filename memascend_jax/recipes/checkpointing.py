@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from memascend_jax import __version__
 from memascend_jax.checkpoints.array_layout import state_arrays
 from memascend_jax.checkpoints.saved_step import StepRecord, open_step
+from memascend_jax.checkpoints.verify_step import check_step
 from memascend_jax.config import Config
 from memascend_jax.errors import DataError, MemascendError
 from memascend_jax.observe import trace
@@ -151,9 +152,10 @@ def open_checkpoints(
     assert keys.every
     steps = OrbaxSteps(checkpoint_folder(config), every=keys.every, keep=keys.keep, keep_best=keys.keep_best)
     try:
-        steps.forget(
-            [late for late in steps.steps if late > step and not _is_whole(steps.folder / str(late))]
-        )
+        damaged = [late for late in steps.steps if late > step and not _is_whole(steps.folder / str(late))]
+        if damaged:
+            say(f"removed checkpoints that are damaged: step {', '.join(map(str, damaged))}")
+        steps.forget(damaged)
         yield RunCheckpoints(steps, layout, placement, model_files, run_id, say)
     finally:
         # What it still waits for is a failed save, which has been told.
@@ -163,7 +165,7 @@ def open_checkpoints(
 
 def _is_whole(path: Path) -> bool:
     try:
-        _ = open_step(path).arrays
+        check_step(open_step(path))
     except DataError:
         return False
     return True

@@ -43,7 +43,7 @@ from memascend_jax.recipes.checkpointing import RunCheckpoints, open_checkpoints
 from memascend_jax.recipes.gauges import build_gauges, meter_facts
 from memascend_jax.recipes.inputs import ModelSource, open_data, open_model
 from memascend_jax.recipes.lora import base_name, check_lora_source
-from memascend_jax.recipes.origin import Origin, check_origin, find_origin
+from memascend_jax.recipes.origin import Origin, check_origin, find_origin, with_way_back
 from memascend_jax.recipes.planning import plan_config
 from memascend_jax.recipes.resume import (
     Found,
@@ -55,11 +55,12 @@ from memascend_jax.recipes.resume import (
     sequences_read,
 )
 from memascend_jax.recipes.run_folder import RunFolder
-from memascend_jax.recipes.run_store import durability_note, open_store
+from memascend_jax.recipes.run_store import check_whole, durability_note, open_store
 from memascend_jax.recipes.run_summary import summarise
 from memascend_jax.recipes.session import Session, open_arena, open_session
 from memascend_jax.recipes.store_place import check_places
 from memascend_jax.recipes.weight_range import check_weight_range, needs_look
+from memascend_jax.storage.store_errors import DamagedStoreError
 from memascend_jax.training.checkpoint_state import read_masters, restore_state
 from memascend_jax.training.generate import generate_greedy
 from memascend_jax.training.initialise import initialise_state
@@ -132,6 +133,7 @@ def run(config: Config) -> int:
             _show_again(job)
             return 0
         _check_weights(job)
+        _check_store(job)
         _begin(job)
         # Until all parts are closed, so that a first Ctrl-C while a finished run closes does not make it a failure.
         stop = stack.enter_context(StopRequest(_say_stopping))
@@ -285,6 +287,16 @@ def _check_weights(job: Run) -> None:
         return
     with job.screen.progress("looking at the model", len(layout.tensors)) as advance:
         check_weight_range(job.model, layout.tensors, job.config.model.source, lambda name: advance(name))
+
+
+def _check_store(job: Run) -> None:
+    """Looks whether the store that the run goes on with is what was written; says what there is besides if not."""
+    if not job.resumed:
+        return
+    try:
+        check_whole(job.config)
+    except DamagedStoreError as error:
+        raise with_way_back(error, job.config) from error
 
 
 def _begin(job: Run) -> None:

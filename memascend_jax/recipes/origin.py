@@ -16,10 +16,10 @@ from memascend_jax.checkpoints.saved_step import (
     SavedStep,
     check_model,
     find_steps,
-    newest_whole_step,
     open_step,
     resolve_step,
 )
+from memascend_jax.checkpoints.verify_step import newest_whole_step
 from memascend_jax.config import CONTENT_KEYS, Config, store_paths, training_changes
 from memascend_jax.errors import ConfigError, DataError, StoreError
 from memascend_jax.models.adapters import Adapters, model_tensors
@@ -28,7 +28,7 @@ from memascend_jax.recipes.checkpoint_space import checkpoint_folder
 from memascend_jax.recipes.resume import Found, check_contents, refuse_changes
 from memascend_jax.recipes.run_folder import RunFolder
 from memascend_jax.recipes.run_store import find_run
-from memascend_jax.storage.store_errors import DirtyStoreError
+from memascend_jax.storage.store_errors import DamagedStoreError, DirtyStoreError
 from memascend_jax.training.run_state import RunState
 
 #: In ``RunState.results``: the step that a run began with.
@@ -96,6 +96,8 @@ def find_origin(config: Config) -> Origin:
         found = find_run(config)
     except DirtyStoreError as error:
         dirty = error
+    except DamagedStoreError as error:
+        raise with_way_back(error, config) from error
     except StoreError as error:
         # Required, and not in the store: a checkpoint will do.
         if config.run.resume != "required" or not own_steps:
@@ -119,8 +121,8 @@ def find_origin(config: Config) -> Origin:
         raise missing
     if refused:
         raise DataError(
-            f"there is no store to go on with, and of the checkpoints in '{folder}' none is whole: {refused[0]}. To "
-            "start anew choose another run.dir, or move the folder away"
+            f"there is no store to go on with, and of the checkpoints in '{folder}' none is whole: {_first(refused)}. "
+            "To start anew choose another run.dir, or move the folder away"
         )
     return Origin()
 
@@ -165,13 +167,38 @@ def check_origin(
     check_contents(found, config, contents)
 
 
-def _own(config: Config, saved: SavedStep, dirty: DirtyStoreError | None, refused: Sequence[str]) -> Origin:
-    began_with = saved.record.run_state.get("config", {}).get("run", {}).get("dir")
-    if began_with is None:
+def with_way_back(error: DamagedStoreError, config: Config) -> DamagedStoreError:
+    """Returns the error about a run's store with the checkpoint that the run can go on from, and how.
+
+    Not done of itself: the steps since would be trained again, and a copy of the store may have them.
+    """
+    folder, paths = checkpoint_folder(config), " ".join(map(str, store_paths(config)))
+    saved, refused = newest_whole_step(folder)
+    if saved is not None and _is_of_folder(saved, RunFolder(config), _began_in(saved) or Path()):
+        way = (
+            f"The checkpoint of step {saved.record.step} in '{folder}' is whole: once the store is away (memascend "
+            f"store wipe {paths}) the same command goes on from that step; a copy of the store, if there is one, has "
+            "the steps since"
+        )
+    else:
+        why = (
+            f"of those in '{folder}' none is whole: {_first(refused)}" if refused else f"'{folder}' has none"
+        )
+        way = (
+            f"There is no checkpoint to go on from: {why}. Without a copy of the store the run is lost; to begin anew "
+            f"remove it (memascend store wipe {paths}) and choose another run.dir"
+        )
+    return DamagedStoreError(f"{error}; nothing was changed. {way}")
+
+
+def _own(
+    config: Config, saved: SavedStep, dirty: DirtyStoreError | None, refused: Mapping[int, str]
+) -> Origin:
+    started_in = _began_in(saved)
+    if started_in is None:
         raise DataError(
             f"the checkpoint '{saved.path}' holds no run to go on with; move it away to start anew"
         )
-    started_in = Path(began_with).expanduser()
     if not _is_of_folder(saved, RunFolder(config), started_in):
         raise ConfigError(
             f"'{saved.path.parent}' holds the checkpoints of another run than run.dir={config.run.dir!r}: of one that "
@@ -182,9 +209,22 @@ def _own(config: Config, saved: SavedStep, dirty: DirtyStoreError | None, refuse
     why = "there is no store" if dirty is None else "the store was being overwritten in place"
     notes = [
         f"{why}: going on from the checkpoint '{saved.path}'",
-        *(f"not used: {text}" for text in refused),
+        *(
+            f"warning: the checkpoint of step {step} is damaged, so that of step {saved.record.step} is used instead, "
+            f"and the steps after it are trained again: {text}"
+            for step, text in refused.items()
+        ),
     ]
     return Origin(saved=saved, own=True, notes=tuple(notes))
+
+
+def _began_in(saved: SavedStep) -> Path | None:
+    folder = saved.record.run_state.get("config", {}).get("run", {}).get("dir")
+    return None if folder is None else Path(folder).expanduser()
+
+
+def _first(refused: Mapping[int, str]) -> str:
+    return next(iter(refused.values()))
 
 
 def _is_of_folder(saved: SavedStep, folder: RunFolder, started_in: Path) -> bool:
@@ -265,8 +305,12 @@ def _check_no_steps(folder: Path, steps: Sequence[int]) -> None:
         )
 
 
-def _without_checkpoint(dirty: DirtyStoreError, folder: Path, refused: Sequence[str]) -> DirtyStoreError:
-    why = f"of those in '{folder}' none is whole: {refused[0]}" if refused else f"there is none in '{folder}'"
+def _without_checkpoint(dirty: DirtyStoreError, folder: Path, refused: Mapping[int, str]) -> DirtyStoreError:
+    why = (
+        f"of those in '{folder}' none is whole: {_first(refused)}"
+        if refused
+        else f"there is none in '{folder}'"
+    )
     return DirtyStoreError(
         f"{dirty}. There is no checkpoint to go back to either: {why}", dirty.generation, dirty.run_state
     )

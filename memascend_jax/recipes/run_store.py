@@ -11,7 +11,7 @@ from memascend_jax.memory.arena import PinnedArena
 from memascend_jax.recipes.resume import Found, check_settings
 from memascend_jax.storage.device import resolve_paths
 from memascend_jax.storage.formatting import is_member
-from memascend_jax.storage.store_errors import dirty_store
+from memascend_jax.storage.store_errors import DamagedStoreError, dirty_store
 from memascend_jax.storage.tensor_store import TensorStore, bytes_needed
 from memascend_jax.training.plan import RunPlan
 from memascend_jax.training.plan_memory import BOUNCE_BYTES
@@ -62,6 +62,30 @@ def find_run(config: Config) -> Found | None:
     return check_settings(found, config)
 
 
+def check_whole(config: Config) -> None:
+    """Returns when every tile of the run's store is what was written: seconds, against days of training on what is not.
+
+    Reads all of it, before anything of the run is written.
+
+    Raises:
+        DamagedStoreError: some tiles are not; with the first of them.
+    """
+    offload, paths = config.offload, [str(path) for path in store_paths(config)]
+    with TensorStore.open(
+        paths,
+        read_only=True,
+        io_backend=offload.io_backend,
+        direct_io=offload.direct_io,
+        bounce_bytes=BOUNCE_BYTES,
+    ) as store:
+        report, generation = store.verify(), store.generation
+    if report.faults:
+        raise DamagedStoreError(
+            f"the disk returned other data than was written: {len(report.faults):,} of {report.tiles:,} tiles of store "
+            f"'{', '.join(paths)}' at generation {generation:,} do not match their checksums; first: {report.faults[0]}"
+        )
+
+
 def durability_note(config: Config, plan: RunPlan, store: TensorStore) -> str | None:
     """Returns what the user must know of a durability that nobody asked for, or that nothing makes safe, or None."""
     if store.durability == "step":
@@ -92,8 +116,8 @@ def open_store(config: Config, plan: RunPlan, arena: PinnedArena, *, resumed: bo
             direct_io=offload.direct_io,
             arena=arena,
             bounce_bytes=BOUNCE_BYTES,
-            # Seconds, against days of training on what a disk has lost.
-            check_always=True,
+            # Just done, see ``check_whole``.
+            check_after_crash=False,
         )
     for path in map(Path, paths):
         # Any other folder must be there already: the disk may not be mounted.

@@ -20,7 +20,7 @@ from typing import Literal
 from memascend_jax.errors import StoreError
 from memascend_jax.storage import blankness, filesystem, signatures
 from memascend_jax.storage.layout import CATALOG_OFFSET, SUPERBLOCK_OFFSETS
-from memascend_jax.storage.store_errors import StoreIOError
+from memascend_jax.storage.store_errors import DamagedStoreError, StoreIOError
 from memascend_jax.storage.superblock import MAGIC
 from memascend_jax.storage.whole_number import listed
 from memascend_jax.units import format_bytes
@@ -221,7 +221,7 @@ def check_length(member: Member, needed: int) -> None:
     """Raises ``StoreError`` when the member is shorter than the ``needed`` bytes of its store."""
     if member.nbytes < needed:
         kind = "device" if member.is_block_device else "file"
-        raise StoreError(
+        raise DamagedStoreError(
             f"'{member.path}' has {member.nbytes:,} bytes, the store needs {needed:,} "
             f"({format_bytes(needed - member.nbytes)} more); the {kind} is too small or was truncated"
         )

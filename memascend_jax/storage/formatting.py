@@ -25,7 +25,7 @@ from memascend_jax.storage.layout import (
     SUPERBLOCK_OFFSETS,
     Geometry,
 )
-from memascend_jax.storage.store_errors import StoreIOError
+from memascend_jax.storage.store_errors import DamagedStoreError, StoreIOError
 from memascend_jax.storage.superblock import (
     MAGIC,
     RECORD_BYTES,
@@ -334,7 +334,7 @@ def _read_superblock(member: Member) -> Superblock:
     valid = decoded_copies(member)
     if not valid:
         if has_superblock(member.path):
-            raise StoreError(
+            raise DamagedStoreError(
                 f"cannot open '{member.path}': both copies of its superblock are damaged; the store is lost, "
                 "make a new one"
             )

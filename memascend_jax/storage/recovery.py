@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from memascend_jax.errors import StoreError
 from memascend_jax.storage.catalog import Catalog
+from memascend_jax.storage.store_errors import DamagedStoreError
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ def choose_generation(slots: Sequence[Slot], path: str) -> Choice:
     """
     found = [slot.catalog for slot in slots if slot.catalog is not None]
     if not found:
-        raise StoreError(
+        raise DamagedStoreError(
             f"cannot open '{path}': none of its {len(slots)} catalog copies is readable; the store is lost; "
             f"remove it (memascend store wipe, with the paths of all its members) and start again"
         )

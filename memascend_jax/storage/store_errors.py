@@ -31,6 +31,10 @@ class StoreIOError(StoreError, OSError):
         return cls(f"cannot {action} '{path}': {errno_text(code)}; {remedy}", code, path)
 
 
+class DamagedStoreError(StoreError):
+    """What is on disk is not what was written: nothing but an earlier copy or another beginning helps."""
+
+
 class DirtyStoreError(StoreError):
     """A store in ``durability: checkpoint`` was overwritten in place and never committed again.
 

@@ -30,12 +30,11 @@ from memascend_jax.checkpoints.saved_model import SavedModel
 from memascend_jax.checkpoints.saved_step import (
     check_model,
     find_steps,
-    newest_whole_step,
     open_step,
     resolve_step,
 )
 from memascend_jax.checkpoints.source import open_checkpoint
-from memascend_jax.checkpoints.verify_step import verify_step
+from memascend_jax.checkpoints.verify_step import newest_whole_step, verify_step
 from memascend_jax.errors import DataError
 from memascend_jax.models.model_config import ModelConfig
 from memascend_jax.models.shapes import TensorShape, tensor_shapes
@@ -260,8 +259,8 @@ def test_what_is_not_whole_is_told_and_an_older_step_is_used(tmp_path: Path) -> 
     (tmp_path / "2" / "_CHECKPOINT_METADATA").unlink()
     newest, refused = newest_whole_step(tmp_path)
     assert newest is not None and newest.record.step == 1
-    assert f"'mu.{NAME}/c/0/0' has 100 bytes instead of {CHUNK_BYTES + TRAILER_BYTES:,}" in refused[0]
-    assert f"'mu.{NAME}/c/0/0' is missing" in refused[1]
+    assert f"'mu.{NAME}/c/0/0' has 100 bytes instead of {CHUNK_BYTES + TRAILER_BYTES:,}" in refused[4]
+    assert f"'mu.{NAME}/c/0/0' is missing" in refused[3]
     assert "has no _CHECKPOINT_METADATA" in refused[2]
     (tmp_path / "1" / "state" / f"mu.{NAME}" / "zarr.json").write_text("{}")
     with pytest.raises(DataError, match=r"zarr\.json' cannot be read"):

@@ -6,13 +6,18 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from saved_steps import save_small
 
+from memascend_jax import cli
 from memascend_jax.config import Config, load_config
-from memascend_jax.errors import ConfigError
-from memascend_jax.recipes.origin import find_origin
+from memascend_jax.errors import ConfigError, DataError
+from memascend_jax.recipes.origin import find_origin, with_way_back
 from memascend_jax.recipes.run_folder import RunFolder
+from memascend_jax.recipes.run_store import check_whole
+from memascend_jax.storage.store_errors import DamagedStoreError
+from memascend_jax.storage.tensor_store import TensorStore
 
 OURS, OTHERS = "a" * 32, "b" * 32
 
@@ -56,3 +61,63 @@ def test_checkpoints_without_an_id_are_known_by_their_store_or_their_place(tmp_p
     (tmp_path / "a").rename(tmp_path / "moved")
     with pytest.raises(ConfigError, match="of another run"):
         find_origin(config_in(tmp_path / "moved"))
+
+
+def flip(path: Path, offset: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1
+    path.write_bytes(content)
+
+
+def a_chunk(step: Path) -> Path:
+    return step / "state" / "mu.model.layers.0.mlp.up_proj.weight" / "c" / "0" / "0"
+
+
+def test_a_damaged_checkpoint_is_passed_over_with_a_warning_that_names_both(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    killed_run(folder, 2, 4)
+    flip(a_chunk(folder / "checkpoints" / "4"), 100)
+    origin = find_origin(config_in(folder))
+    assert origin.saved is not None and origin.saved.record.step == 2
+    (warning,) = [note for note in origin.notes if note.startswith("warning: ")]
+    assert "of step 4 is damaged, so that of step 2 is used instead" in warning and "CRC32C" in warning
+    flip(a_chunk(folder / "checkpoints" / "2"), 100)
+    with pytest.raises(DataError, match="none is whole"):
+        find_origin(config_in(folder))
+
+
+@pytest.mark.parametrize("how", ["flipped", "cut"])
+def test_of_a_damaged_store_the_checkpoint_and_the_way_to_it_are_told(tmp_path: Path, how: str) -> None:
+    folder = tmp_path / "run"
+    config = config_in(folder, "offload.direct_io=optional")
+    folder.mkdir()
+    path = folder / "memascend.store"
+    with TensorStore.create(path, capacity="1MiB", direct_io="optional") as store:
+        store.put("w", np.ones(50_000, np.float32))
+        store.commit(b"{}")
+    content = path.read_bytes()
+    ones = content.find(np.ones(1000, np.float32).tobytes())
+    flip(path, ones) if how == "flipped" else path.write_bytes(content[: len(content) // 2])
+
+    def told() -> str:
+        with pytest.raises(DamagedStoreError) as raised:
+            if how == "cut":
+                find_origin(config)
+            try:
+                check_whole(config)
+            except DamagedStoreError as error:
+                raise with_way_back(error, config) from error
+        return str(raised.value)
+
+    before = path.read_bytes()
+    assert "There is no checkpoint to go on from" in told()
+    killed_run(folder, 8)
+    message = told()
+    assert (
+        "The checkpoint of step 8 in" in message
+        and f"memascend store wipe {path}) the same command" in message
+    )
+    assert path.read_bytes() == before
+    # The command that is named does remove it.
+    assert cli.main(["store", "wipe", str(path)]) == 0
+    assert find_origin(config).own
