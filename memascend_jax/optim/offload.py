@@ -9,7 +9,6 @@ lamb) comes whole into host memory, with its state.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Literal
@@ -19,13 +18,12 @@ import numpy as np
 from memascend_jax.errors import ConfigError, StoreError
 from memascend_jax.memory.arena import PinnedArena
 from memascend_jax.optim.offload_coupling import CouplingError, check_separable
-from memascend_jax.optim.offload_engine import OffloadEngine, OffloadOptions
+from memascend_jax.optim.offload_engine import OffloadEngine
 from memascend_jax.optim.offload_handle import OffloadState, OnDisk
 from memascend_jax.optim.offload_leaves import NamedLeaves, check_untraced, named_leaves
 from memascend_jax.optim.offload_live import live_states
+from memascend_jax.optim.offload_options import OffloadOptions, check_places, checked_options
 from memascend_jax.optim.offload_step import step
-from memascend_jax.optim.offload_trace import scalar_shape
-from memascend_jax.optim.state_format import BLOCK_BYTES
 from memascend_jax.optim.transforms import fused_description
 from memascend_jax.storage.tensor_store import TensorStore
 
@@ -62,7 +60,7 @@ def offload(
         arena: lends the slots; None: an arena of exactly their size is made.
         clip_norm: scale gradients so that the norm over all leaves that are not frozen is at most this.
         nonfinite: what to do about a gradient with inf or nan: raise and change nothing, skip the update, or let it
-            through as optax does, unlooked at.
+            through as optax does, unlooked at. Where gradients are finite but a new value is not, raise as well.
         commit_every: every how many updates the store commits, which is what a crash, or a step that fails, goes back
             to; None: only when ``commit`` is called.
         tile_elements: elements of a tile, a multiple of 4,096.
@@ -85,34 +83,17 @@ def offload(
     """
     if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
         raise ConfigError(f"offload takes an optax transform, with init and update; got {type(tx).__name__}")
-    if not isinstance(store, TensorStore):
-        raise ConfigError(f"store must be an open TensorStore, got {type(store).__name__}")
-    if store.closed:
-        raise ConfigError(f"store '{store.paths[0]}' is closed; open it again")
-    if store.read_only:
-        raise ConfigError(f"store '{store.paths[0]}' was opened read-only; open it for writing")
-    if clip_norm is not None and not (math.isfinite(clip_norm) and clip_norm > 0):
-        raise ConfigError(f"clip_norm must be a positive number, got {clip_norm}; None is no clipping")
-    if nonfinite not in ("raise", "skip", "keep"):
-        raise ConfigError(f"nonfinite must be 'raise', 'skip' or 'keep', got {nonfinite!r}")
-    if commit_every is not None and commit_every < 1:
-        raise ConfigError(
-            f"commit_every must be at least 1, got {commit_every}; None commits on request only"
-        )
-    if tile_elements < BLOCK_BYTES or tile_elements % BLOCK_BYTES:
-        raise ConfigError(f"tile_elements must be a multiple of {BLOCK_BYTES:,}, got {tile_elements:,}")
-    options = OffloadOptions(
-        clip_norm=None if clip_norm is None else float(clip_norm),
+    check_places(store, arena)
+    options = checked_options(
+        clip_norm=clip_norm,
         nonfinite=nonfinite,
         commit_every=commit_every,
         tile_elements=tile_elements,
         name=name,
         overwrite=overwrite,
-        grad_dtype=None if grad_dtype is None else np.dtype(grad_dtype),
-        extra=dict(extra_args or {}),
+        grad_dtype=grad_dtype,
+        extra_args=extra_args,
     )
-    for argument, value in options.extra.items():
-        scalar_shape(argument, value)
     check_separable(tx, options.extra)
     return Offload(tx, store, arena, options)
 

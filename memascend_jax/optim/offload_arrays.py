@@ -133,7 +133,7 @@ def target_like(array: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     if not isinstance(array, jax.Array):
         return HostTarget(shape, dtype)
     if _in_host_memory(array):
-        return HostTarget(shape, dtype, next(iter(array.devices())))
+        return HostTarget(shape, dtype, _place_of(array))
     if len(array.devices()) > 1:
         return _ShardedTarget(shape, dtype, array.sharding)
     return _DeviceTarget(shape, dtype, array.sharding)
@@ -156,6 +156,15 @@ def copy_values(values: Any, address: int, nbytes: int) -> None:
     else:
         contiguous = np.ascontiguousarray(values)
         _core.copy(address, address_of(contiguous), nbytes)
+
+
+def _place_of(array: jax.Array) -> Any:
+    """Returns the device of an array on a CPU, or its sharding where that says more: a mesh, a kind of memory."""
+    device = next(iter(array.devices()))
+    plain = isinstance(array.sharding, jax.sharding.SingleDeviceSharding)
+    if plain and array.sharding.memory_kind in (None, device.default_memory().kind):
+        return device
+    return array.sharding
 
 
 def _in_host_memory(array: jax.Array) -> bool:

@@ -29,6 +29,7 @@ _UPDATE = re.compile(r"(update|init)(_fn)?$")
 _REMEDIES = {
     "clip_by_global_norm": "leave it out and pass clip_norm= to offload, which clips by the same norm",
     "apply_if_finite": 'leave it out and pass nonfinite="skip" to offload',
+    "skip_not_finite": 'leave it out of MultiSteps and pass nonfinite="skip" to offload',
 }
 _REMEDY = "use it with its state in memory, or leave it out"
 #: A state array of more elements that one leaf alone reads belongs to that leaf.

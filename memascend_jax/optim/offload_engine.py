@@ -10,8 +10,8 @@ import logging
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,7 @@ from memascend_jax.optim.offload_layout import plan_layout
 from memascend_jax.optim.offload_leaf import CompiledUpdates, leaf_updates
 from memascend_jax.optim.offload_leaves import NamedLeaves, shape_of, without_variables
 from memascend_jax.optim.offload_live import LiveState, live_states
+from memascend_jax.optim.offload_options import OffloadOptions
 from memascend_jax.optim.offload_place import StatePlace
 from memascend_jax.optim.offload_record import StateRecord, decoded, encoded
 from memascend_jax.optim.offload_stream import StateStream
@@ -43,20 +44,6 @@ _log = logging.getLogger(__name__)
 
 #: One is read or written during the update of the other. A generic update makes new arrays beside them, up to a tile.
 _SLOTS = 2
-
-
-@dataclass(frozen=True, slots=True)
-class OffloadOptions:
-    """What ``offload`` was given, checked; see there."""
-
-    clip_norm: float | None
-    nonfinite: Literal["raise", "skip", "keep"]
-    commit_every: int | None
-    tile_elements: int
-    name: str
-    overwrite: bool
-    grad_dtype: Any
-    extra: Mapping[str, Any]
 
 
 class OffloadEngine:
@@ -404,6 +391,10 @@ def _memory(
         raise ConfigError(
             f"the arena of {format_bytes(arena.capacity_bytes)} has no room for the slots of the optimizer state, "
             f"{format_bytes(nbytes)} ({error}); give a larger arena, or smaller tile_elements"
+        ) from error
+    except RuntimeError as error:
+        raise ConfigError(
+            f"the arena cannot lend the slots of the optimizer state ({error}); give another, or none"
         ) from error
 
 

@@ -99,6 +99,13 @@ class ExpectedHandle:
                 f"the optimizer state is of another transform or of other parameters: its structure is {tree}, not "
                 f"{self._traced.state_tree}"
             )
+        for what, value in (("version", state.version), ("skipped", state.skipped)):
+            number = np.asarray(value)
+            if number.shape != () or number.dtype.kind not in "iu":
+                raise StoreError(
+                    f"the optimizer state's {what} must be a whole number, got {value!r}; give the state that init or "
+                    "the last update returned"
+                )
         return int(state.version), self._numbers(leaves)
 
     def _numbers(self, leaves: Sequence[Any]) -> dict[int, np.ndarray]:

@@ -45,6 +45,7 @@ def named_leaves(tree: Any, what: str) -> NamedLeaves:
 
     Raises:
         RunError: it holds tracers: the call is inside a jax transformation.
+        ConfigError: two leaves have one name.
     """
     pure = without_variables(tree)
     found, pure_tree = jax.tree_util.tree_flatten_with_path(pure)
@@ -53,9 +54,15 @@ def named_leaves(tree: Any, what: str) -> NamedLeaves:
         raise RunError(
             f"the {what} given to an offloaded optimizer {'is' if what.endswith('state') else 'are'} traced: {_TRACED}"
         )
+    names = tuple(path_name(path) for path, _ in found)
+    if len(set(names)) < len(names):
+        twice = next(name for index, name in enumerate(names) if name in names[:index])
+        raise ConfigError(
+            f"two leaves of the {what} have the name '{twice}': a key with a slash can look like a path; rename it"
+        )
     given: Any = jax.tree.structure(tree)
     return NamedLeaves(
-        tuple(path_name(path) for path, _ in found),
+        names,
         values,
         given if given.num_leaves == len(values) else pure_tree,
         pure,

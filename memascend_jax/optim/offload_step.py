@@ -23,6 +23,7 @@ from memascend_jax.optim.offload_leaves import (
     named_leaves,
     without_variables,
 )
+from memascend_jax.optim.offload_trace import scalar_shape
 from memascend_jax.optim.offload_update import PieceUpdates, Request, zero_update
 
 
@@ -32,6 +33,7 @@ def step(
     """Returns (updates or new parameters, new handle); see ``Offload``."""
     given_grads = named_leaves(grads, "gradients")
     named_leaves(state, "optimizer state")
+    named_leaves(dict(extra), "extra arguments")
     given_params = None if params is None else named_leaves(params, "parameters")
     check_untraced()
     with engine.alone():
@@ -115,6 +117,8 @@ def _checked_extra(engine: OffloadEngine, extra: Mapping[str, Any]) -> dict[str,
     missing = [name for name in names if name not in extra]
     if missing:
         raise ConfigError(f"the update needs the extra argument {missing[0]!r}, which offload was told of")
+    for name in names:
+        scalar_shape(name, extra[name])
     return {name: np.asarray(extra[name]) for name in names}
 
 

@@ -91,7 +91,8 @@ def trace_transform(
         extra: extra arguments of ``update``, numbers or scalar arrays.
 
     Raises:
-        ConfigError: the state does not keep its structure, shapes and dtypes from update to update.
+        ConfigError: the state does not keep its structure, shapes and dtypes from update to update, or the update needs
+            extra arguments.
     """
     extra = {name: scalar_shape(name, value) for name, value in sorted((extra or {}).items())}
     tree: Any
@@ -107,7 +108,15 @@ def trace_transform(
         return tx.update(grads, state, params, **extra)
 
     for _ in range(3):
-        jaxpr, (_, new_state) = jax.make_jaxpr(update, return_shape=True)(grads, state, params, extra)
+        try:
+            jaxpr, (_, new_state) = jax.make_jaxpr(update, return_shape=True)(grads, state, params, extra)
+        except TypeError as error:
+            if "argument" not in str(error):
+                raise
+            raise ConfigError(
+                f"cannot offload this transform: its update does not take what it is given ({error}); offload needs to "
+                'know of extra arguments: extra_args={"value": 0.0}, by name and example'
+            ) from error
         if _same_shapes(state, new_state):
             break
         # The first update may widen a dtype (gradients wider than parameters); zeros widen exactly.
