@@ -82,7 +82,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _steps(text: str, step: int | None) -> tuple[Path, list[Path]]:
     """The folder of steps that is meant, and the folders of those to look at."""
-    from memascend_jax.checkpoints.saved_step import find_steps, is_step, resolve_step
+    from memascend_jax.checkpoints.saved_step import find_steps, is_step, open_step, resolve_step
     from memascend_jax.errors import DataError
 
     path = Path(text).expanduser()
@@ -94,6 +94,8 @@ def _steps(text: str, step: int | None) -> tuple[Path, list[Path]]:
         return path, [resolve_step(path, step).path]
     steps = find_steps(path)
     if not steps:
+        if not path.is_dir() and path.name.isdecimal() and find_steps(path.parent):
+            open_step(path)  # Raises, with the steps that there are.
         there = "there is no such folder" if not path.is_dir() else "it holds no step"
         raise DataError(
             f"no checkpoints in '{path}': {there}. Give run.dir, checkpoint.dir, or the folder of a step"

@@ -179,7 +179,9 @@ def open_step(path: Path) -> SavedStep:
             newer version.
     """
     if not path.is_dir():
-        raise DataError(f"cannot open the checkpoint '{path}': there is no such folder")
+        there = find_steps(path.parent) if path.name.isdecimal() else []
+        others = f"; the steps in '{path.parent}' are: {', '.join(map(str, there))}" if there else ""
+        raise DataError(f"cannot open the checkpoint '{path}': there is no such folder{others}")
     if not is_step(path):
         raise DataError(
             f"cannot open the checkpoint '{path}': it holds no step of a checkpoint ({STATE}, {RUN}); nothing was "

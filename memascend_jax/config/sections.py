@@ -317,7 +317,8 @@ class OffloadSection(Section):
     )
     device_memory: Size | None = Field(
         default=None,
-        description="Most device memory the run may use, as 8GiB or bytes; null: what the device has.",
+        description="Not there yet: a value is refused. Most device memory the run may use, as 8GiB or bytes;"
+        " null: what the device has.",
     )
     placement: Literal["plan", "ssd", "host", "memory"] = Field(
         default="plan",

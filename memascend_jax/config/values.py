@@ -93,6 +93,10 @@ def _key_names(value: Any) -> Any:
         value = _BOOL[value]
     if isinstance(value, bool):
         return (ALL,) if value else ()
+    if value == "" or (isinstance(value, list | tuple) and "" in value):
+        raise ValueError(
+            "expected names of keys such as optimizer.learning_rate, true or [], got an empty name"
+        )
     return (value,) if isinstance(value, str) else value
 
 

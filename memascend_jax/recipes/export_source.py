@@ -84,7 +84,7 @@ def open_source(
             checkpoint or model is damaged.
         ConfigError: a step or a revision is given for what has none.
     """
-    found = _run_folder_contents(paths)
+    found = _run_folder_contents(paths, checkpoints=step is not None)
     only = Path(found[0]).expanduser() if len(found) == 1 else None
     if only is not None and only.is_dir() and is_checkpoint(only):
         return _of_checkpoint(SavedModel(resolve_step(only, step)), stack)
@@ -99,8 +99,8 @@ def open_source(
     return _of_checkpoint(open_checkpoint(found[0], revision), stack)
 
 
-def _run_folder_contents(paths: Sequence[str]) -> list[str]:
-    """``paths``, or of a run's folder its store, or where that is gone its checkpoints."""
+def _run_folder_contents(paths: Sequence[str], *, checkpoints: bool) -> list[str]:
+    """``paths``, or of a run's folder its store, or where that is gone or ``checkpoints`` are asked for those."""
     folder = Path(paths[0]).expanduser()
     if len(paths) != 1 or not (folder / "config.yaml").is_file() or not (folder / "status.json").is_file():
         return [str(Path(path).expanduser()) for path in paths]
@@ -109,16 +109,16 @@ def _run_folder_contents(paths: Sequence[str]) -> list[str]:
     stores = (
         list(map(str, store_paths(config))) if config.offload.store else [str(folder / "memascend.store")]
     )
-    if all(Path(path).exists() for path in resolve_paths(stores)):
+    if not checkpoints and all(Path(path).exists() for path in resolve_paths(stores)):
         return stores
-    checkpoints = (
-        Path(config.checkpoint.dir).expanduser() if config.checkpoint.dir else folder / "checkpoints"
-    )
-    if is_checkpoint(checkpoints):
-        return [str(checkpoints)]
+    saved = Path(config.checkpoint.dir).expanduser() if config.checkpoint.dir else folder / "checkpoints"
+    if is_checkpoint(saved):
+        return [str(saved)]
+    if checkpoints:
+        raise DataError(f"cannot export a step of the run in '{folder}': '{saved}' has no checkpoints")
     raise DataError(
         f"cannot export the run in '{folder}': its store {', '.join(stores)} is not there, nor a checkpoint in "
-        f"'{checkpoints}'. Give the path of its store"
+        f"'{saved}'. Give the path of its store"
     )
 
 

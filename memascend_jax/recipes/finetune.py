@@ -248,6 +248,12 @@ def _load(config: Config, stack: ExitStack) -> Run:
         )
     folder.run_id = state.run_id
     job = Run(config, folder, screen, model, data, plan, _total_steps(config, data, state), state, origin)
+    if found is not None and state.step > job.total_steps:
+        raise ConfigError(
+            f"{found.where} holds a run at step {state.step}, past the {job.total_steps} that it is to have now; "
+            "nothing was changed. Set train.steps (or train.epochs) to as many or more, or export the run as it is: "
+            f"memascend export {' '.join(found.paths)} DIR"
+        )
     if not job.is_complete:
         # What is wrong with the beginning of streamed data is found before anything is written.
         data.train.first_example()

@@ -284,7 +284,7 @@ def _check_same_restore(config: Config, found: Found) -> None:
         if asked in (had, had.parent):
             return
     paths = " ".join(map(str, store_paths(config)))
-    raise StoreError(
+    raise ConfigError(
         f"{found.where} holds a run at step {found.state.step}, which run.restore={wanted} would replace; nothing was "
         f"changed. Leave run.restore out to go on with it, give another run.dir, or remove it: "
         f"memascend store wipe {paths}"

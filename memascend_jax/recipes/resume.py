@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from memascend_jax.config import CONTENT_KEYS, Change, Config, not_allowed, to_dict, training_changes
-from memascend_jax.errors import ConfigError, StoreError
+from memascend_jax.errors import ConfigError
 from memascend_jax.models.model_config import ModelConfig
 from memascend_jax.recipes.parameter_groups import frozen_tensors
 from memascend_jax.storage.tensor_store import TensorSpec
@@ -69,9 +69,8 @@ def check_settings(found: Found, config: Config) -> Found:
     """Returns ``found`` with the settings that are others now, all of which may be.
 
     Raises:
-        StoreError: the state is of another format or of other tensors, or the store of another durability, which no
-            setting changes.
-        ConfigError: settings that change the training are others, and not allowed to.
+        ConfigError: settings that change the training are others, and not allowed to; or the state is of another format
+            or of other tensors, or the store of another durability, which cannot be allowed.
     """
     _check_format(found, config)
     _check_durability(found, config)
@@ -114,7 +113,7 @@ def check_tensors(found: Found, specs: Sequence[TensorSpec]) -> None:
     """Returns when the store holds exactly the tensors that a run needs.
 
     Raises:
-        StoreError: some are missing, or of another type or shape.
+        ConfigError: some are missing, or of another type or shape.
     """
     faults = [fault for spec in specs if (fault := _difference(found.specs.get(spec.name), spec)) is not None]
     faults += [
@@ -125,7 +124,7 @@ def check_tensors(found: Found, specs: Sequence[TensorSpec]) -> None:
         faults.sort(key=lambda fault: ("#" in fault, fault))
         more = f" and {counted(len(faults) - _SHOWN, 'more', 'more')}" if len(faults) > _SHOWN else ""
         changed = f" (changed: {', '.join(map(str, found.changes))})" if found.changes else ""
-        raise StoreError(
+        raise ConfigError(
             f"{found.where} holds a run at step {found.state.step} whose state does not fit this model{changed}: "
             f"{'; '.join(faults[:_SHOWN])}{more}; nothing was changed. Use the same model to go on, or another "
             "run.dir or offload.store to start anew"
@@ -136,10 +135,10 @@ def check_scratch(found: Found, needed_bytes: int) -> None:
     """Returns when the store has room for what a step puts away: a smaller budget or a larger batch may need more.
 
     Raises:
-        StoreError: it has not, and a store does not grow.
+        ConfigError: it has not, and a store does not grow.
     """
     if needed_bytes > found.scratch_bytes:
-        raise StoreError(
+        raise ConfigError(
             f"{found.where} was made with {format_bytes(found.scratch_bytes)} for the gradients and stage inputs of a "
             f"step, but with these settings a step needs {format_bytes(needed_bytes)}; nothing was changed. Give the "
             "run as much offload.host_memory as before or more, or the batch that it had"
@@ -207,7 +206,7 @@ def _check_format(found: Found, config: Config) -> None:
     """Another form of the state is no change that a run can be resumed with: the store holds other tensors."""
     held, asked = found.state.config["optimizer"]["state_format"], config.optimizer.state_format
     if held != asked:
-        raise StoreError(
+        raise ConfigError(
             f"{found.where} holds a run with optimizer.state_format={held}, not {asked}; nothing was "
             f"changed. Use optimizer.state_format={held} to go on, put the run into the other "
             f"(memascend store convert {' '.join(found.paths)} --state-format {asked}), or another run.dir or "
@@ -219,7 +218,7 @@ def _check_rank(found: Found, config: Config) -> None:
     """Factors of another rank are other tensors; those of other targets may have been named differently only."""
     held, asked = found.state.config.get("lora", {}).get("rank", 0), config.lora.rank
     if held != asked:
-        raise StoreError(
+        raise ConfigError(
             f"{found.where} holds a run at step {found.state.step} with lora.rank={held}, not {asked}, whose tensors "
             f"are others; nothing was changed. Use lora.rank={held} to go on, or another run.dir or offload.store to "
             "start anew, from an export of this run (memascend export --merge) if it is to begin where this one is"
@@ -229,7 +228,7 @@ def _check_rank(found: Found, config: Config) -> None:
 def _check_durability(found: Found, config: Config) -> None:
     """A store keeps the durability it was made with; who asks for the safer one must not be left without."""
     if config.offload.durability == "step" and found.durability != "step":
-        raise StoreError(
+        raise ConfigError(
             f"{found.where} was made with durability {found.durability}, which offload.durability=step does not "
             "change; nothing was changed. Use offload.durability=plan or checkpoint to go on, or another run.dir or "
             "offload.store to start anew"
@@ -250,7 +249,7 @@ def _check_frozen(found: Found, config: Config) -> None:
         if names
     ]
     if faults:
-        raise StoreError(
+        raise ConfigError(
             f"{found.where} holds a run at step {found.state.step} with another set of frozen parameters. "
             f"{'; '.join(faults)}. Nothing was changed. Use the same optimizer.groups to go on, or another run.dir or "
             "offload.store to start anew, from an export of this run (memascend export) if it is to begin where this "

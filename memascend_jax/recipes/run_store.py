@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from memascend_jax.config import Config, has_store, store_paths
-from memascend_jax.errors import StoreError
+from memascend_jax.errors import ConfigError, StoreError
 from memascend_jax.memory.arena import PinnedArena
 from memascend_jax.recipes.resume import Found, check_settings
 from memascend_jax.storage.device import resolve_paths
@@ -24,9 +24,9 @@ def find_run(config: Config) -> Found | None:
 
     Raises:
         DirtyStoreError: its last run ended while it was overwritten in place.
-        StoreError: a store is there but ``run.resume`` forbids to use it, none is there but one is required, or it
-            holds something else.
-        ConfigError: the store's run was started with other settings that change the training.
+        StoreError: none is there but one is required, or it holds something else.
+        ConfigError: ``run.resume`` forbids to use the one that is there, or the store's run was started with other
+            settings that change the training.
     """
     if not has_store(config):
         return None
@@ -51,7 +51,7 @@ def find_run(config: Config) -> Found | None:
             "changed. Choose another offload.store or run.dir"
         )
     if resume == "never":
-        raise StoreError(
+        raise ConfigError(
             f"there is a run in the store {', '.join(paths)} and run.resume=never; nothing was changed. Choose "
             f"another offload.store or run.dir, or remove the run: memascend store wipe {' '.join(paths)}"
         )

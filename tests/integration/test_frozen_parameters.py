@@ -13,7 +13,7 @@ from streamed_run import streamed_run
 
 from memascend_jax.checkpoints.random_init import random_pieces
 from memascend_jax.config import load_config
-from memascend_jax.errors import ConfigError, StoreError
+from memascend_jax.errors import ConfigError
 from memascend_jax.models.model_config import ModelConfig
 from memascend_jax.models.shapes import EMBED_NAME, tensor_shapes
 from memascend_jax.optim.rounding import round_master
@@ -211,12 +211,12 @@ def test_a_resume_with_other_frozen_tensors_is_refused_by_their_names(tmp_path):
     longer = ["train.steps=3", "run.allow_changed=[optimizer.groups]"]
     before = (tmp_path / "memascend.store").read_bytes()
     with pytest.raises(
-        StoreError, match=r"9 tensors frozen in it would be trained.*'model\.layers\.0\.input"
+        ConfigError, match=r"9 tensors frozen in it would be trained.*'model\.layers\.0\.input"
     ):
         finetune.run(config(tmp_path, *longer))
     more = "optimizer.groups=[{match: 'layers[.][01][.]', frozen: true}]"
     with pytest.raises(
-        StoreError, match=r"9 tensors trained in it would be frozen.*'model\.layers\.1\.input"
+        ConfigError, match=r"9 tensors trained in it would be frozen.*'model\.layers\.1\.input"
     ):
         finetune.run(config(tmp_path, *longer, more))
     assert (tmp_path / "memascend.store").read_bytes() == before

@@ -14,7 +14,7 @@ from streamed_run import streamed_run
 
 from memascend_jax.checkpoints.peft_adapter import open_adapter
 from memascend_jax.config import load_config
-from memascend_jax.errors import ConfigError, DataError, StoreError
+from memascend_jax.errors import ConfigError, DataError
 from memascend_jax.models.adapters import is_adapter
 from memascend_jax.models.shapes import EMBED_NAME
 from memascend_jax.observe.screen import Screen
@@ -203,7 +203,7 @@ def test_other_adapters_are_refused_by_the_keys_and_nothing_is_changed(finished)
         ("lora.rank=0", "with lora.rank=4, not 0"),
         ("lora.targets=[o_proj]", r"4 tensors?.*o_proj|'.*o_proj\.lora_A\.weight' is missing"),
     ):
-        with pytest.raises(StoreError, match=said):
+        with pytest.raises(ConfigError, match=said):
             finetune.run(config(finished, *longer, setting, "run.allow_changed=[lora]"))
     assert (finished / "memascend.store").read_bytes() == before
 

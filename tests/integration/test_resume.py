@@ -88,6 +88,8 @@ def test_a_complete_run_goes_on_when_it_is_to_be_longer(
     assert "the results of step 6 are kept: export_step_6 and summary_step_6.json" in capfd.readouterr().err
     with pytest.raises(ConfigError, match=r"train\.steps \(8 → 6\)"):
         go(folder, *CONSTANT, steps=6)
+    with pytest.raises(ConfigError, match=r"at step 8, past the 6 that it is to have now"):
+        go(folder, *CONSTANT, "run.allow_changed=[train.steps]", steps=6)
 
 
 def test_settings_that_change_nothing_of_the_training_are_others_after_a_stop(
@@ -362,7 +364,7 @@ def test_a_state_that_does_not_fit_cannot_be_allowed(tmp_path: Path) -> None:
         (("model.compute_dtype=float32",), r"(is missing|is of no use|not float32)"),
         (("optimizer.state_format=int8",), r"optimizer\.state_format=fp32, not int8"),
     ):
-        with pytest.raises(StoreError, match=words):
+        with pytest.raises(ConfigError, match=words):
             go(folder, *settings, "run.allow_changed=true", steps=3)
     with pytest.raises(StoreError, match=r"there is no store at"):
         go(folder, "run.resume=required", f"offload.store=[{tmp_path}/none]", steps=3)
@@ -372,7 +374,7 @@ def test_a_state_that_does_not_fit_cannot_be_allowed(tmp_path: Path) -> None:
 def test_settings_for_which_the_store_has_no_room_to_put_things_away_are_refused() -> None:
     found = Found(RunState(3, {}, 0), 4, "", ("/s",), "step", {}, scratch_bytes=380 << 10)
     check_scratch(found, 380 << 10)
-    with pytest.raises(StoreError, match=r"/s was made with 380\.00 KiB for .* a step needs 6\.00 MiB"):
+    with pytest.raises(ConfigError, match=r"/s was made with 380\.00 KiB for .* a step needs 6\.00 MiB"):
         check_scratch(found, 6 << 20)
 
 
@@ -380,7 +382,7 @@ def test_a_store_keeps_its_durability(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     assert go(folder, "run.export=false", "offload.durability=checkpoint", steps=1) == 0
     with pytest.raises(
-        StoreError, match=r"made with durability checkpoint, which offload.durability=step does not"
+        ConfigError, match=r"made with durability checkpoint, which offload.durability=step does not"
     ):
         go(folder, "offload.durability=step", steps=2)
     assert go(folder, "run.export=false", steps=2) == 0

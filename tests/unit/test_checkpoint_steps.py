@@ -271,6 +271,9 @@ def test_a_step_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
     save_small(tmp_path, 2, 4)
     with pytest.raises(DataError, match="has no step 3; the steps there are: 2, 4"):
         resolve_step(tmp_path, 3)
+    with pytest.raises(DataError, match=r"no such folder; the steps in '.*' are: 2, 4"):
+        resolve_step(tmp_path / "3")
+    assert cli.main(["checkpoint", "verify", str(tmp_path / "3")]) == 5
     assert resolve_step(tmp_path).record.step == 4
     assert resolve_step(tmp_path / "2").record.step == 2
 

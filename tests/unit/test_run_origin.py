@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ from saved_steps import save_small
 from memascend_jax import cli
 from memascend_jax.config import Config, load_config
 from memascend_jax.errors import ConfigError, DataError
+from memascend_jax.recipes.export_source import open_source
 from memascend_jax.recipes.origin import find_origin, with_way_back
 from memascend_jax.recipes.run_folder import RunFolder
 from memascend_jax.recipes.run_store import check_whole
@@ -121,3 +124,25 @@ def test_of_a_damaged_store_the_checkpoint_and_the_way_to_it_are_told(tmp_path: 
     # The command that is named does remove it.
     assert cli.main(["store", "wipe", str(path)]) == 0
     assert find_origin(config).own
+
+
+def test_a_step_of_a_run_is_exported_by_its_folder_and_one_that_is_not_there_names_those_that_are(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "run"
+    killed_run(folder, 2, 4)
+    (folder / "config.yaml").write_text(f"run: {{dir: {folder}}}\n")
+    (folder / "memascend.store").write_bytes(b"x")
+    with ExitStack() as stack:
+        assert open_source([str(folder)], 2, stack).facts["step"] == 2
+        with pytest.raises(DataError, match="has no step 7; the steps there are: 2, 4"):
+            open_source([str(folder)], 7, stack)
+        shutil.rmtree(folder / "checkpoints")
+        with pytest.raises(DataError, match=r"cannot export a step of the run in .* has no checkpoints"):
+            open_source([str(folder)], 7, stack)
+
+
+def test_an_empty_name_of_a_key_is_told() -> None:
+    for text in ("run.allow_changed=['']", "run.allow_changed=''"):
+        with pytest.raises(ConfigError, match="got an empty name"):
+            load_config(["tiny_random"], [text])
