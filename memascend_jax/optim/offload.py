@@ -199,7 +199,7 @@ class Offload:
         """Gives the slots back; twice is harmless. The state stays in the store."""
         engine, self._engine = self._engine, None
         if engine is not None:
-            engine.release()
+            engine.slots.release()
 
     def __enter__(self) -> Offload:
         return self
@@ -217,14 +217,14 @@ class Offload:
             engine = OffloadEngine(self._tx, fused, leaves, self._store, self._arena, self._options)
             before = self._engine
             if before is not None:
-                before.release()
+                before.slots.release()
             try:
-                engine.acquire()
+                engine.slots.acquire()
                 state = begin(engine)
             except BaseException:
-                engine.release()
+                engine.slots.release()
                 if before is not None:
-                    before.acquire()
+                    before.slots.acquire()
                 raise
             self._engine = engine
             return state

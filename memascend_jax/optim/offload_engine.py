@@ -14,31 +14,30 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from memascend_jax.dtypes import dtype_name
-from memascend_jax.errors import ConfigError, MachineError, StoreError
+from memascend_jax.errors import ConfigError, StoreError
 from memascend_jax.memory.arena import PinnedArena
-from memascend_jax.memory.pool import SizeClass, SlotPool
 from memascend_jax.optim.fused import FusedUpdate
 from memascend_jax.optim.offload_coupling import state_owners
 from memascend_jax.optim.offload_expected import ExpectedHandle
 from memascend_jax.optim.offload_fused import fused_leaves
 from memascend_jax.optim.offload_handle import Home, OffloadState, StateReader, serve
-from memascend_jax.optim.offload_identity import check_identity, identity_of
+from memascend_jax.optim.offload_identity import check_identity, check_tensors, identity_of
 from memascend_jax.optim.offload_initial import write_initial_state
 from memascend_jax.optim.offload_layout import plan_layout
 from memascend_jax.optim.offload_leaf import CompiledUpdates, leaf_updates
 from memascend_jax.optim.offload_leaves import NamedLeaves, shape_of, without_variables
 from memascend_jax.optim.offload_live import LiveState, live_states
 from memascend_jax.optim.offload_options import OffloadOptions
+from memascend_jax.optim.offload_parameters import check_dtypes, cpu_device, grad_shape, stored_tensors
 from memascend_jax.optim.offload_place import StatePlace
 from memascend_jax.optim.offload_record import StateRecord, decoded, encoded
+from memascend_jax.optim.offload_slots import OffloadSlots
 from memascend_jax.optim.offload_stream import StateStream
-from memascend_jax.optim.offload_trace import Shape, TracedTransform, shape_struct, trace_transform
-from memascend_jax.storage.tensor_store import TensorSpec, TensorStore
-from memascend_jax.units import format_bytes, round_up
+from memascend_jax.optim.offload_trace import trace_transform
+from memascend_jax.storage.tensor_store import TensorStore
+from memascend_jax.units import format_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +48,7 @@ _SLOTS = 2
 class OffloadEngine:
     """The state of one transform for one pytree of parameters.
 
-    It takes memory with ``acquire``, and serves a state from ``make`` or ``restored`` on. Each call is one of
+    It takes memory with ``slots.acquire``, and serves a state from ``make`` or ``restored`` on. Each call is one of
     ``alone``, which keeps other threads out.
 
     Attributes:
@@ -77,7 +76,7 @@ class OffloadEngine:
         ]
         tree: Any = jax.tree.structure(params.pure)
         #: What gradients are expected to be.
-        self.grad_shapes = [_grad_shape(shape, options.grad_dtype) for shape in shapes]
+        self.grad_shapes = [grad_shape(shape, options.grad_dtype) for shape in shapes]
         self.traced = trace_transform(
             tx,
             tree.unflatten(shapes),
@@ -86,8 +85,8 @@ class OffloadEngine:
         )
         self.owners = state_owners(self.traced)
         self.updates = leaf_updates(self.traced, self.owners)
-        _check_dtypes(self.traced, [update.frozen for update in self.updates])
-        self.stored_params = _stored_params(store, params)
+        check_dtypes(self.traced, [update.frozen for update in self.updates])
+        self.stored_params = stored_tensors(store, params)
         self.fused = fused_leaves(fused, self.traced, self.updates, params.pure)
         self.layout = plan_layout(
             self.traced,
@@ -99,11 +98,8 @@ class OffloadEngine:
         )
         if all(update.frozen for update in self.updates):
             _log.warning("all %d parameters are frozen: updates change nothing", len(self.updates))
-        self._arena = arena
-        self._own_arena: PinnedArena | None = None
-        self._pool: SlotPool | None = None
-        self._stream: StateStream | None = None
-        self.cpu = _cpu_device()
+        self.slots = OffloadSlots(store, arena, self.layout)
+        self.cpu = cpu_device()
         self.compiled = CompiledUpdates()
         self.handles = ExpectedHandle(self.traced, self.owners, self.updates, self.layout.specs, self.home)
         self.identity = identity_of(
@@ -129,39 +125,12 @@ class OffloadEngine:
 
     @property
     def stream(self) -> StateStream:
-        """The way of the state between the store and the slots, which ``acquire`` made."""
-        if self._stream is None:
-            raise StoreError("this offloaded transform was closed; make it again and call restore(params)")
-        return self._stream
+        """The way of the state between the store and the slots."""
+        return self.slots.stream
 
     def alone(self) -> AbstractContextManager[None]:
         """Keeps other calls out; see ``LiveStates.alone``."""
         return live_states(self.store).alone(self.store)
-
-    def acquire(self) -> None:
-        """Takes the slots.
-
-        Raises:
-            ConfigError: the user's arena has no room for them.
-        """
-        if self._pool is None:
-            arena, self._pool = _memory(self._arena, self.layout.classes, self.layout.slot_bytes)
-            self._own_arena = arena if self._arena is None else None
-            self._stream = StateStream(self.store, self._pool, self.layout.groups)
-
-    def release(self) -> None:
-        """Gives the slots back; twice is harmless. The store stays open."""
-        pool, arena, self._pool, self._own_arena, self._stream = (
-            self._pool,
-            self._own_arena,
-            None,
-            None,
-            None,
-        )
-        if pool is not None:
-            pool.close()
-        if arena is not None:
-            arena.close()
 
     def make(self, params: NamedLeaves) -> OffloadState:
         """Returns the handle of a new state, which is in the store, committed.
@@ -213,7 +182,14 @@ class OffloadEngine:
                 f"store '{path}' holds no offloaded state called {name!r}; make one with init(params)"
             )
         record = decoded(found)
-        numbers = self._checked(record)
+        check_identity(record.identity, self.identity, path)
+        check_tensors(self.store, self.layout.specs.values(), self.options.tile_elements)
+        numbers = {self.traced.state_paths[state]: state for state in self.handles.number_states()}
+        if unknown := numbers.keys() ^ record.values.keys():
+            raise StoreError(
+                f"the state in store '{path}' is of another transform: it has other numbers "
+                f"({', '.join(sorted(unknown)[:3])})"
+            )
         states = live_states(self.store).states
         live = states.get(name)
         if live is None:
@@ -224,34 +200,8 @@ class OffloadEngine:
         self.store.records.roll_back(name)
         states[name] = live
         serve(self.home, self._reader)
-        values = {state: record.values[self.traced.state_paths[state]] for state in numbers}
+        values = {state: record.values[number] for number, state in numbers.items()}
         return self.handles.make(values, record.version, record.skipped)
-
-    def _checked(self, record: StateRecord) -> list[int]:
-        """Returns the state arrays that are numbers; raises ``StoreError`` when ``record`` is of something else."""
-        path = self.home.store_path
-        check_identity(record.identity, self.identity, path)
-        for spec in self.layout.specs.values():
-            if spec.name not in self.store or self.store.spec(spec.name) != spec:
-                there = self.store.spec(spec.name) if spec.name in self.store else None
-                if there is not None and replace(there, tile_elements=spec.tile_elements) == spec:
-                    raise StoreError(
-                        f"the state in store '{path}' was made with another tile_elements than "
-                        f"{self.options.tile_elements:,}: '{spec.name}' has tiles of {there.tile_elements:,} elements, "
-                        f"not {spec.tile_elements:,}; pass the tile_elements that init was given"
-                    )
-                raise StoreError(
-                    f"the state in store '{path}' is of another transform or of other parameters: '{spec.name}' should "
-                    f"be {spec}, found {there or 'missing'}"
-                )
-        numbers = self.handles.number_states()
-        unknown = {self.traced.state_paths[state] for state in numbers} ^ set(record.values)
-        if unknown:
-            raise StoreError(
-                f"the state in store '{path}' is of another transform: it has other numbers "
-                f"({', '.join(sorted(unknown)[:3])})"
-            )
-        return numbers
 
     def _bind(self, live: LiveState) -> None:
         self._live = live
@@ -359,70 +309,3 @@ class OffloadEngine:
             f"is of version {self.version:,} (committed: {committed:,}): the arrays on SSD exist once. "
             "Use the state that the last update returned, or restore(params) and the parameters that go with it"
         )
-
-
-def _cpu_device() -> jax.Device:
-    """Raises ``MachineError`` where jax was told to leave the CPU out."""
-    try:
-        return jax.local_devices(backend="cpu")[0]
-    except RuntimeError as error:
-        raise MachineError(
-            f"an offloaded optimizer computes on jax's CPU backend, which is not there ({error}); name it beside the "
-            "other one: JAX_PLATFORMS=cuda,cpu"
-        ) from error
-
-
-def _grad_shape(shape: Shape, dtype: Any) -> Shape:
-    return (
-        shape
-        if dtype is None or not jnp.issubdtype(shape.dtype, jnp.floating)
-        else shape_struct(shape.shape, dtype)
-    )
-
-
-def _memory(
-    arena: PinnedArena | None, classes: Mapping[str, SizeClass], nbytes: int
-) -> tuple[PinnedArena, SlotPool]:
-    if arena is None:
-        arena = PinnedArena(max(round_up(nbytes, 1 << 12), 1 << 12))
-    try:
-        return arena, SlotPool(arena, classes)
-    except MemoryError as error:
-        raise ConfigError(
-            f"the arena of {format_bytes(arena.capacity_bytes)} has no room for the slots of the optimizer state, "
-            f"{format_bytes(nbytes)} ({error}); give a larger arena, or smaller tile_elements"
-        ) from error
-    except RuntimeError as error:
-        raise ConfigError(
-            f"the arena cannot lend the slots of the optimizer state ({error}); give another, or none"
-        ) from error
-
-
-def _check_dtypes(traced: TracedTransform, frozen: Sequence[bool]) -> None:
-    for name, shape, is_frozen in zip(traced.leaf_paths, traced.leaf_shapes, frozen, strict=True):
-        if is_frozen:
-            continue
-        if not jnp.issubdtype(shape.dtype, jnp.floating):
-            raise ConfigError(
-                f"the parameter '{name}' is {shape.dtype}: only floating-point leaves can be updated; freeze it "
-                "(optax.partition with optax.set_to_zero), or keep it out of the parameters"
-            )
-        try:
-            dtype_name(shape.dtype)
-        except ValueError as error:
-            raise ConfigError(f"the parameter '{name}' cannot be offloaded: {error}") from None
-
-
-def _stored_params(store: TensorStore, params: NamedLeaves) -> dict[int, TensorSpec]:
-    found: dict[int, TensorSpec] = {}
-    leaves: dict[str, str] = {}
-    for leaf, (name, value) in enumerate(zip(params.names, params.values, strict=True)):
-        if isinstance(value, str):
-            if value in leaves:
-                raise ConfigError(
-                    f"parameters: '{name}' is the tensor '{value}' of the store, and so is '{leaves[value]}': an "
-                    "update would write it twice; give each leaf a tensor of its own"
-                )
-            leaves[value] = name
-            found[leaf] = store.spec(value)
-    return found

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -21,7 +23,7 @@ from memascend_jax.errors import StoreError
 from memascend_jax.optim.offload_leaf import LeafUpdate
 from memascend_jax.optim.offload_program import Program, Ref
 from memascend_jax.optim.offload_trace import TracedTransform
-from memascend_jax.storage.tensor_store import TensorSpec
+from memascend_jax.storage.tensor_store import TensorSpec, TensorStore
 
 
 def identity_of(
@@ -37,13 +39,12 @@ def identity_of(
         for path, shape in zip(traced.leaf_paths, traced.leaf_shapes, strict=True)
     ]
     arithmetic = [_arithmetic(update.program, _own_inputs(traced, update)) for update in updates]
-    names = "\n".join(spec.name for spec in specs.values())
     return {
         "leaves": [len(leaves), _digest(leaves)],
         "arithmetic": [f"jax {jax.__version__}, optax {optax.__version__}", _digest(arithmetic)],
         "tile_elements": tile_elements,
-        "tensors": base64.b64encode(zlib.compress(names.encode())).decode(),
-        "params": {traced.leaf_paths[leaf]: spec.name for leaf, spec in stored_params.items()},
+        "tensors": _packed([spec.name for spec in specs.values()]),
+        "params": _packed({traced.leaf_paths[leaf]: spec.name for leaf, spec in stored_params.items()}),
     }
 
 
@@ -51,8 +52,8 @@ def tensors_of(identity: Mapping[str, Any]) -> list[str] | None:
     """Returns the names of a state's tensors; None in a record of an earlier release, which does not say."""
     if "tensors" not in identity:
         return None
-    names = zlib.decompress(base64.b64decode(identity["tensors"])).decode()
-    return names.split("\n") if names else []
+    names: list[str] = _unpacked(identity["tensors"])
+    return names
 
 
 def check_identity(found: Mapping[str, Any], own: Mapping[str, Any], path: str) -> None:
@@ -67,10 +68,11 @@ def check_identity(found: Mapping[str, Any], own: Mapping[str, Any], path: str) 
             + (" of other names, shapes or types" if counts[0] == counts[1] else "")
             + "; give the pytree that init was given"
         )
-    for leaf, tensor in own["params"].items():
-        if found["params"].get(leaf, tensor) != tensor:
+    tensors = _unpacked(found["params"])
+    for leaf, tensor in _unpacked(own["params"]).items():
+        if tensors.get(leaf, tensor) != tensor:
             raise StoreError(
-                f"{beginning} its parameter '{leaf}' is the tensor '{found['params'][leaf]}', not '{tensor}'"
+                f"{beginning} its parameter '{leaf}' is the tensor '{tensors[leaf]}', not '{tensor}'"
             )
     if found["arithmetic"][0] == own["arithmetic"][0] and found["arithmetic"] != own["arithmetic"]:
         raise StoreError(
@@ -81,6 +83,25 @@ def check_identity(found: Mapping[str, Any], own: Mapping[str, Any], path: str) 
         raise StoreError(
             f"the state in store '{path}' was made with tile_elements={found['tile_elements']}, not "
             f"{own['tile_elements']}; pass that to offload"
+        )
+
+
+def check_tensors(store: TensorStore, specs: Iterable[TensorSpec], tile_elements: int) -> None:
+    """Raises ``StoreError`` when the store's tensors are not ``specs``, those of a state of ``tile_elements``."""
+    path = store.paths[0]
+    for spec in specs:
+        there = store.spec(spec.name) if spec.name in store else None
+        if there == spec:
+            continue
+        if there is not None and replace(there, tile_elements=spec.tile_elements) == spec:
+            raise StoreError(
+                f"the state in store '{path}' was made with another tile_elements than {tile_elements:,}: "
+                f"'{spec.name}' has tiles of {there.tile_elements:,} elements, not {spec.tile_elements:,}; pass the "
+                "tile_elements that init was given"
+            )
+        raise StoreError(
+            f"the state in store '{path}' is of another transform or of other parameters: '{spec.name}' should "
+            f"be {spec}, found {there or 'missing'}"
         )
 
 
@@ -116,3 +137,12 @@ def _arithmetic(program: Program, own: set[int]) -> Any:
 
 def _digest(values: Sequence[Any]) -> str:
     return hashlib.sha256("\n".join(map(str, values)).encode()).hexdigest()[:16]
+
+
+def _packed(value: Any) -> str:
+    """Every commit writes it: names are much alike, and the catalog's room is not large."""
+    return base64.b64encode(zlib.compress(json.dumps(value).encode())).decode()
+
+
+def _unpacked(text: str) -> Any:
+    return json.loads(zlib.decompress(base64.b64decode(text)))
