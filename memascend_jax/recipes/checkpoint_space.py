@@ -135,7 +135,8 @@ def check_checkpoint_space(space: CheckpointSpace, store_bytes: int) -> None:
     raise BudgetError(
         f"the run needs {format_bytes(space.missing_bytes)} of disk space for checkpoints in '{space.folder}' "
         f"({counted(space.kept + 1, 'step', 'steps')} of {format_bytes(space.step_bytes)}, of which "
-        f"{space.present} are there{also}), but only {format_bytes(free)} are free there. What would help: a smaller "
+        f"{space.present} are there{also}), but only {format_bytes(free)} are free there: "
+        f"{format_bytes(space.missing_bytes + store - free)} are missing. What would help: to free as much, a smaller "
         "checkpoint.keep or keep_best, another disk (checkpoint.dir), or checkpoint.every=0"
     )
 

@@ -73,6 +73,8 @@ def plan_config(
     choices = [replace(depths, tile_elements=tile_elements or depths.tile_elements) for depths in CHOICES]
     fmt, frozen = state_format_of(config), frozenset(tensor.name for tensor in tensors) - trained.keys()
     space = checkpoint_space(config, fmt, tensors, frozen, this_machine=this_machine)
+    # A store that is there has its room: nothing is asked for it, nor offered to choose by.
+    makes_store = this_machine and tile_elements is None
     return plan_run(
         shape,
         fmt,
@@ -85,12 +87,14 @@ def plan_config(
         # Without a budget the run takes what makes it fast, and leaves the rest of the machine alone.
         spend=config.offload.host_memory is not None,
         device_is_host=device_is_host,
-        disk_free_bytes=disk_free_bytes(store_paths(config)) if this_machine else None,
+        disk_free_bytes=disk_free_bytes(store_paths(config)) if makes_store else None,
         choices=choices,
         frozen=frozen,
         adapters=adapters,
         more=checkpoint_consumers(config),
-        reserved_bytes=space.missing_bytes if space is not None and space.on_store_disk else 0,
+        reserved_bytes=space.missing_bytes
+        if space is not None and space.on_store_disk and makes_store
+        else 0,
         available_bytes=available_here() if this_machine else None,
     )
 

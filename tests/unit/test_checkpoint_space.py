@@ -15,7 +15,7 @@ from saved_steps import save_small
 from memascend_jax import cli
 from memascend_jax.config import Config, load_config
 from memascend_jax.errors import BudgetError, ConfigError
-from memascend_jax.recipes import checkpointing
+from memascend_jax.recipes import checkpointing, planning
 from memascend_jax.recipes.checkpoint_space import (
     LIBRARY_BYTES,
     CheckpointSpace,
@@ -25,7 +25,7 @@ from memascend_jax.recipes.checkpoint_space import (
     checkpoint_space,
     prove_writable,
 )
-from memascend_jax.recipes.planning import plan_from_config
+from memascend_jax.recipes.planning import plan_config, plan_from_config
 from memascend_jax.training.run_state import RunState
 from memascend_jax.units import format_bytes
 
@@ -57,7 +57,7 @@ def test_no_room_is_told_with_every_number(tmp_path: Path) -> None:
     for part in (format_bytes(2 << 50), f"3 steps of {format_bytes(1 << 50)}", "1 are there", str(tmp_path)):
         assert part in told
     assert f"besides the {format_bytes(3 << 40)} of the store" in told
-    assert "checkpoint.keep" in told and "checkpoint.dir" in told
+    assert "checkpoint.keep" in told and "checkpoint.dir" in told and " are missing. " in told
     check_checkpoint_space(CheckpointSpace(tmp_path, 5, 4096, 2, 0, True), 0)
 
 
@@ -68,6 +68,19 @@ def test_the_store_leaves_room_for_the_checkpoints(tmp_path: Path) -> None:
         plan_from_config(tiny(tmp_path, "checkpoint.keep=1000000000"))
 
     assert not tmp_path.joinpath("checkpoints").exists()
+
+
+def test_of_a_store_that_is_there_no_room_is_asked_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny(tmp_path)
+    made = plan_from_config(config)
+    monkeypatch.setattr(planning, "disk_free_bytes", lambda paths: 1000)
+    with pytest.raises(BudgetError, match="of disk space for its store"):
+        plan_config(config, made.layout.config, n_examples=2)
+    step = config.model_copy(update={"offload": config.offload.model_copy(update={"durability": "step"})})
+    again = plan_config(step, made.layout.config, n_examples=2, tile_elements=made.depths.tile_elements)
+    assert again.durability == "step"
 
 
 def test_the_plan_counts_memory_space_time_and_wear(
