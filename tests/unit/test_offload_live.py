@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -289,6 +290,31 @@ class TestOverwrite:
             assert _mu(store) == kept
             _steps(tx, state, 1)
 
+    def test_a_failure_after_tensors_were_removed_is_undone_by_opening_the_store_again(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with make_store(tmp_path) as store:
+            tx = _tx(store)
+            _, state = _steps(tx, tx.init(PARAMS), 2)
+            kept = _mu(store)
+
+            def fail(*args: Any) -> Any:
+                raise OSError
+
+            monkeypatch.setattr("memascend_jax.optim.offload_engine.write_initial_state", fail)
+            with pytest.raises(OSError):
+                _tx(store, overwrite=True, tile_elements=2 * TILE).init(PARAMS)
+            monkeypatch.undo()
+            with pytest.raises(StoreError):
+                tx.apply(_grads(), state, PARAMS)
+            with pytest.raises(StoreError, match="cannot commit"):
+                store.commit()
+        with TensorStore.open(tmp_path, **ANY_DISK) as store:
+            tx = _tx(store)
+            state = tx.restore(PARAMS)
+            assert (int(state.version), _mu(store)) == (2, kept)
+            _steps(tx, state, 1)
+
 
 class TestFailures:
     def test_an_interrupted_undo_is_not_taken_for_a_whole_state(
@@ -409,3 +435,17 @@ def test_clip_norm_takes_gradients_of_any_type(name: str, dtypes: tuple[str, str
     # optax sums the norm in the gradients' type, which is coarse.
     assert_close(new, optax.apply_updates(params, updates), 0.02)
     assert jax.tree.map(lambda leaf: leaf.dtype, new) == jax.tree.map(lambda leaf: leaf.dtype, params)
+
+
+def test_a_count_at_its_limit_stays_there_as_in_optax(tmp_path: Path) -> None:
+    limit = np.iinfo(np.int32).max
+    found = []
+    with make_store(tmp_path) as store:
+        for name, base in (("generic", BASE), ("fused", memascend_jax.adam(1e-2))):
+            tx = _tx(store, base, name=name)
+            state = tx.init(PARAMS)
+            inner = (state.inner[0]._replace(count=jnp.int32(limit)), *state.inner[1:])
+            new, state = tx.apply(_grads(), replace(state, inner=inner), PARAMS)
+            assert int(state.inner[0].count) == limit
+            found.append(new)
+    assert_close(*found, 1e-6)
