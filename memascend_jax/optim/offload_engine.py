@@ -196,12 +196,26 @@ class OffloadEngine:
             live = LiveState(self.store, name, record.state_id, record.version)
         self._bind(live)
         if live.broken is not None or live.version != record.version:
-            self.roll_back()
+            self._go_back(live)
         self.store.records.roll_back(name)
         states[name] = live
         serve(self.home, self._reader)
         values = {state: record.values[number] for number, state in numbers.items()}
         return self.handles.make(values, record.version, record.skipped)
+
+    def _go_back(self, live: LiveState) -> None:
+        """Rolls back; where that is refused, which changes nothing, a whole state stays a whole one."""
+        broken = live.broken
+        try:
+            self.roll_back()
+        except StoreError as error:
+            if broken is not None:
+                raise StoreError(f"{broken} ({error})") from error
+            live.end_change()
+            raise StoreError(
+                f"cannot go back to version {live.committed_version:,} of the optimizer state: {error}. Go on with the "
+                f"state of version {live.version:,} that the last update returned, and commit it"
+            ) from error
 
     def _bind(self, live: LiveState) -> None:
         self._live = live

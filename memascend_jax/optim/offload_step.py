@@ -50,6 +50,7 @@ def step(
         clip, nonfinite = _looked_at(engine, request)
         if nonfinite and engine.options.nonfinite == "skip":
             return answer.rebuild(_unchanged(engine, request)), engine.keep(version, skipped + 1, numbers)
+        _look_at_params(engine, request)
         update = PieceUpdates(engine, request, numbers, clip)
         with jax.default_device(engine.cpu):
             update.prepare()
@@ -168,6 +169,31 @@ def _looked_at(engine: OffloadEngine, request: Request) -> tuple[tuple[np.float3
         )
     clip = None if options.clip_norm is None else (np.float32(facts.norm), np.float32(options.clip_norm))
     return clip, bool(facts.nonfinite)
+
+
+def _look_at_params(engine: OffloadEngine, request: Request) -> None:
+    """Looks for inf and nan in the parameters first where the step could not be undone, or others with it; else each
+    result is looked at as it is made, which costs no pass of its own.
+
+    Raises:
+        NonfiniteError: one has some, and such steps are not kept.
+    """
+    whole = engine.store.durability == "step" and engine.version == engine.live.committed_version
+    if whole or request.params is None or engine.options.nonfinite == "keep":
+        return
+    leaves = [
+        update.leaf
+        for update in engine.updates
+        if not update.frozen
+        and not isinstance(request.params[update.leaf], str)
+        and (request.applies or engine.traced.param_input(update.leaf) in update.inputs)
+    ]
+    facts = look_at([request.params[leaf] for leaf in leaves])
+    if facts.nonfinite:
+        raise NonfiniteError(
+            f"the parameter '{engine.names[leaves[facts.nonfinite[0]]]}' is inf or nan before update "
+            f'{engine.version + 1:,}; nothing was changed. nonfinite="keep" lets such ones through as optax does'
+        )
 
 
 def _unchanged(engine: OffloadEngine, request: Request) -> list[Any]:

@@ -87,6 +87,15 @@ class TestRestore:
             with pytest.raises(StoreError, match="mixture"):
                 tx.apply(_grads(), state, PARAMS)
 
+    def test_a_refused_one_leaves_a_whole_state_whole(self, tmp_path: Path) -> None:
+        with make_store(tmp_path, durability="checkpoint") as store:
+            tx = _tx(store, commit_every=None)
+            params, state = _steps(tx, tx.init(PARAMS), 2)
+            with pytest.raises(StoreError, match=r"cannot go back to version 0 .* version 2 that the last"):
+                tx.restore(PARAMS)
+            tx.commit(_steps(tx, state, 1, params)[1])
+            assert int(tx.restore(PARAMS).version) == 3
+
     @pytest.mark.parametrize(
         "other", [optax.radam(1e-2), optax.adamw(1e-2), optax.lion(1e-2)], ids=["radam", "adamw", "lion"]
     )
@@ -353,6 +362,17 @@ class TestFailures:
             ):
                 with pytest.raises(ConfigError, match=words):
                     tx.apply(grads, state, given)
+            assert int(_steps(tx, state, 1, params)[1].version) == 4
+
+    @pytest.mark.parametrize("durability", ["step", "checkpoint"])
+    def test_bad_parameters_cost_no_steps(self, durability: str, tmp_path: Path) -> None:
+        bad = PARAMS["b"].copy()
+        bad[69] = np.inf
+        with make_store(tmp_path, durability=durability) as store:
+            tx = _tx(store, commit_every=5)
+            params, state = _steps(tx, tx.init(PARAMS))
+            with pytest.raises(NonfiniteError, match="parameter 'b' is inf or nan before update 4; nothing"):
+                tx.apply(_grads(), state, {**params, "b": bad})
             assert int(_steps(tx, state, 1, params)[1].version) == 4
 
     def test_a_number_that_is_bad_everywhere_is_found_before_anything_is_written(
