@@ -19,7 +19,7 @@ from memascend_jax.units import MIB
 LIBRARIES = {"jax", "jaxlib", "flax", "optax", "matplotlib", "tokenizers", "gguf", "safetensors"}
 LIMITS = [
     # Measured 0.03 s, 10.5 MiB where numpy takes 0.13 to 0.18 s.
-    ("import memascend_jax", 0.75, "numpy", 20 * MIB, LIBRARIES | {"numpy", "rich", "pydantic"}),
+    ("import memascend_jax", 1.0, "numpy", 20 * MIB, LIBRARIES | {"numpy", "rich", "pydantic"}),
     # Measured 0.23 to 0.26 s, 33 MiB: numpy and ml_dtypes for the larger part.
     (
         "from memascend_jax import TensorStore, PinnedArena",
@@ -37,9 +37,9 @@ LIMITS = [
         LIBRARIES | {"numpy", "pydantic"},
     ),
     # Measured 0.6 s, 50 MiB.
-    ("import memascend_jax.recipes.plan_answer", 4.5, "ml_dtypes", 75 * MIB, LIBRARIES | {"jinja2"}),
+    ("import memascend_jax.recipes.plan_answer", 9.0, "ml_dtypes", 75 * MIB, LIBRARIES | {"jinja2"}),
     # Measured 0.14 s, 17 MiB.
-    ("import memascend_jax.observe.report_files", 3.0, "numpy", 40 * MIB, LIBRARIES | {"numpy", "pydantic"}),
+    ("import memascend_jax.observe.report_files", 5.0, "numpy", 40 * MIB, LIBRARIES | {"numpy", "pydantic"}),
 ]
 _PROBE = """
 import json, sys, time
