@@ -158,18 +158,11 @@ def test_training_beside_frozen_tensors_equals_an_optax_loop_with_set_to_zero(tm
 
 def test_a_frozen_bottom_costs_no_state_no_stage_inputs_and_no_backward(tmp_path, monkeypatch):
     settings = [*SHAPE, "model.config.tie_word_embeddings=false", "offload.placement=ssd"]
-    backward, kept = [], []
+    kept = []
     with streamed_run(tmp_path / "all", *settings) as run:
         whole = run.plan
     with streamed_run(tmp_path / "top", *settings, f"optimizer.groups={BOTTOM}") as run:
-        for name in ("layer_backward", "lowest_layer_backward", "embed_backward"):
-            real = getattr(run.session.model.functions, name)
-
-            def counting(*args, real=real, name=name, **static):
-                backward.append(name)
-                return real(*args, **static)
-
-            monkeypatch.setattr(run.session.model.functions, name, counting)
+        backward = run.backward_calls(monkeypatch)
         put = run.session.model._inputs.put
         monkeypatch.setattr(run.session.model._inputs, "put", lambda xs: (kept.append(len(xs)), put(xs)))
         run.train(1)

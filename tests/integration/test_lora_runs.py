@@ -109,16 +109,8 @@ def test_training_equals_a_loop_in_memory_that_differentiates_the_formula(tmp_pa
 
 
 def test_the_backward_ends_at_the_lowest_layer(tmp_path, monkeypatch):
-    backward = []
     with streamed_run(tmp_path, *LORA, "offload.placement=ssd") as run:
-        for name in ("layer_backward", "lowest_layer_backward", "embed_backward"):
-            real = getattr(run.session.model.functions, name)
-
-            def counting(*args, real=real, name=name, **static):
-                backward.append(name)
-                return real(*args, **static)
-
-            monkeypatch.setattr(run.session.model.functions, name, counting)
+        backward = run.backward_calls(monkeypatch)
         run.train(1)
         assert run.session.model.reach.lowest == 0
     # Two micro-batches through four layers, of which the lowest yields no gradient for what is below.

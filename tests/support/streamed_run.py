@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from memascend_jax.config import load_config
 from memascend_jax.recipes.inputs import open_data, open_model
@@ -45,6 +46,19 @@ class StreamedRun:
             self.session.placement.begin_commit(b"")
         self.session.placement.finish_commit()
         return losses
+
+    def backward_calls(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        """Returns a list that grows by the name of each backward function of a stage that is called from now on."""
+        calls: list[str] = []
+        for name in ("layer_backward", "lowest_layer_backward", "embed_backward"):
+            real = getattr(self.session.model.functions, name)
+
+            def counting(*args: Any, real: Any = real, name: str = name, **static: Any) -> Any:
+                calls.append(name)
+                return real(*args, **static)
+
+            monkeypatch.setattr(self.session.model.functions, name, counting)
+        return calls
 
     def tensor(self, name: str) -> np.ndarray:
         """Returns a tensor or state leaf whole."""

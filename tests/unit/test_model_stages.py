@@ -120,19 +120,34 @@ def test_compiling_drops_no_rounding(upcast):
 
 
 @pytest.mark.parametrize(
-    ("shape", "other", "dims"),
+    ("shape", "other", "dims", "contracted"),
     [
-        ((2, 6, 8), (2, 6, 5), (((0, 1), (0, 1)), ((), ()))),
-        ((2, 3, 6, 64), (2, 3, 6, 5), (((2,), (2,)), ((0, 1), (0, 1)))),
-        ((6, 130), (6, 5), (((0,), (0,)), ((), ()))),
-        ((6, 7), (6, 5), (((0,), (0,)), ((), ()))),
-        ((6, 8), (8, 5), (((1,), (0,)), ((), ()))),
+        ((2, 6, 8), (2, 6, 5), (((0, 1), (0, 1)), ((), ())), (1, 2)),
+        ((2, 3, 6, 64), (2, 3, 6, 5), (((2,), (2,)), ((0, 1), (0, 1))), (3,)),
+        ((6, 130), (6, 5), (((0,), (0,)), ((), ())), (1,)),
+        # Seven is no multiple of anything that it could be cut into.
+        ((6, 7), (6, 5), (((0,), (0,)), ((), ())), (0,)),
+        ((6, 8), (8, 5), (((1,), (0,)), ((), ())), (1,)),
     ],
 )
-def test_an_operand_that_is_turned_gives_the_same_product(shape, other, dims):
+def test_an_operand_that_is_turned_gives_the_same_product(shape, other, dims, contracted):
     a, b = (jax.random.normal(jax.random.key(size[-1]), size) for size in (shape, other))
-    plain, turned = (Precision(jnp.dtype(jnp.float32), False, turn).dot(a, b, dims) for turn in (False, True))
+    ways = [Precision(jnp.dtype(jnp.float32), False, turn) for turn in (False, True)]
+    plain, turned = (way.dot(a, b, dims) for way in ways)
     assert_close(turned, plain)
+    (product,) = (
+        step
+        for step in jax.make_jaxpr(lambda a, b: ways[1].dot(a, b, dims))(a, b).eqns
+        if step.primitive.name == "dot_general"
+    )
+    assert product.params["dimension_numbers"][0][0] == contracted
+
+
+def test_operands_are_turned_where_the_processor_multiplies_bfloat16():
+    precision = plan_precision("bfloat16", "cpu")
+    assert precision.contract_last != precision.upcast_operands
+    assert not plan_precision("bfloat16", "gpu").contract_last
+    assert not plan_precision("float32", "cpu").contract_last
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 64])
