@@ -118,3 +118,21 @@ class MemoryBytes:
 
 
 AnyBytes = FileBytes | MemoryBytes
+
+
+class OfFile:
+    """The part of a source that is its file's."""
+
+    content: AnyBytes
+
+    def fingerprint(self) -> str:
+        """Returns the file's."""
+        return self.content.fingerprint()
+
+    def check_unchanged(self) -> None:
+        """Raises ``DataError`` when the file is changed."""
+        self.content.check_unchanged()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self.content.close()

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from memascend_jax.data.file_bytes import AnyBytes
+from memascend_jax.data.file_bytes import AnyBytes, OfFile
 from memascend_jax.data.records import EXPECTED, Example, example_of
 from memascend_jax.data.source import BLOCK_BYTES, Block, Fault
 from memascend_jax.errors import DataError
@@ -41,7 +41,7 @@ class Place:
         return self.lines.shown(self._line)
 
 
-class JsonLines:
+class JsonLines(OfFile):
     """A file of one JSON object per line.
 
     Args:
@@ -80,18 +80,6 @@ class JsonLines:
         return 1 + sum(
             self.content.read(at, min(MIB, offset - at)).count(b"\n") for at in range(0, offset, MIB)
         )
-
-    def fingerprint(self) -> str:
-        """Returns the file's."""
-        return self.content.fingerprint()
-
-    def check_unchanged(self) -> None:
-        """Raises ``DataError`` when the file is changed."""
-        self.content.check_unchanged()
-
-    def close(self) -> None:
-        """Closes the file."""
-        self.content.close()
 
     def _lines_of(self, block: int) -> tuple[int, bytes]:
         """The offset of the first line that begins in a block, and the bytes to the end of the last."""

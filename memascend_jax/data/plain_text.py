@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from memascend_jax.data.file_bytes import AnyBytes
+from memascend_jax.data.file_bytes import AnyBytes, OfFile
 from memascend_jax.data.records import Example
 from memascend_jax.data.source import Block, Fault
 from memascend_jax.errors import DataError
@@ -25,7 +25,7 @@ _PIECE_BYTES = 64 * KIB
 _SLACK_BYTES = 4 * KIB
 
 
-class PlainText:
+class PlainText(OfFile):
     """A file whose text is trained as it is."""
 
     form = "plain text"
@@ -50,18 +50,6 @@ class PlainText:
         digest = hashlib.blake2b(data, digest_size=32, person=b"text")
         digest.update(f"{start == 0}{end == self.content.size}".encode())
         return Block(digest.digest(), partial(self._items, start, data))
-
-    def fingerprint(self) -> str:
-        """Returns the file's."""
-        return self.content.fingerprint()
-
-    def check_unchanged(self) -> None:
-        """Raises ``DataError`` when the file is changed."""
-        self.content.check_unchanged()
-
-    def close(self) -> None:
-        """Closes the file."""
-        self.content.close()
 
     def _border(self, block: int) -> int:
         """Where a piece begins: behind the first empty line after its place, else a line, else at a character."""
